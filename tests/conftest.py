@@ -145,3 +145,18 @@ def logged():
     logger.addHandler(handler)
     yield lambda: lines
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def background_ms(monkeypatch):
+    """The times of steps by variant with ``background=True``. Otherwise, steps that look slower would be compared again.
+
+    Runs are never too short to compile.
+    """
+    from compile_callbacks.session import background_policy
+    from tests.support.step_times import Times
+
+    monkeypatch.setattr(background_policy, "LEAST_SECONDS", 0.0)
+    ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
+    Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
+    return ms

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn import attention
 
-from compile_callbacks._torch import graphs
+from compile_callbacks._torch import graphs, process_state
 
 MAX_CONSTANT_BYTES = 2**20
 """The size up to which a constant of a graph travels. Larger constants are frozen weights or data."""
@@ -118,8 +116,8 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ),
-        flags={name: get() for name, (get, _) in _FLAGS.items()},
-        configs={name: _changed(config) for name, config in _configs().items()},
+        flags={name: get() for name, (get, _) in process_state.FLAGS.items()},
+        configs={name: process_state.changed(config) for name, config in process_state.configs().items()},
         modules=modules,
         sharing=_sharing_memory(inputs),
     )
@@ -260,11 +258,11 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
 
     for module in portable.modules:
         importlib.import_module(module)
-    for name, (_, set_flag) in _FLAGS.items():
+    for name, (_, set_flag) in process_state.FLAGS.items():
         set_flag(portable.flags[name])
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with contextlib.ExitStack() as state:
-        for name, config in _configs().items():
+        for name, config in process_state.configs().items():
             state.enter_context(config.patch(dict(portable.configs[name])))
         for autocast in portable.autocast:
             state.enter_context(torch.autocast(**autocast, cache_enabled=False))
@@ -368,43 +366,3 @@ def _restore_sources(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) 
         node._dynamo_source = LocalSource(f"input_{i}")
         address = getattr(inputs[i], "address", None)
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": address} if address else {}
-
-
-# ------------------------------------------------------------------------------------------ the state of a process
-
-_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "cudnn": (
-        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
-        lambda values: torch.backends.cudnn.set_flags(
-            _benchmark=values[0], _deterministic=values[1], _allow_tf32=values[2]
-        ),
-    ),
-    "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
-    "attention": (
-        lambda: [int(kernel) for kernel in attention._cur_sdpa_kernel_backends(with_priority=True)],
-        lambda kernels: attention._sdpa_kernel([attention.SDPBackend(kernel) for kernel in kernels], set_priority=True),
-    ),
-}
-"""How to get and to set the settings of torch that change what is compiled."""
-
-
-def _configs() -> dict[str, Any]:
-    from torch._functorch import config as functorch_config
-    from torch._inductor import config as inductor_config
-
-    return {"inductor": inductor_config, "functorch": functorch_config}
-
-
-def _changed(config: Any) -> dict[str, Any]:
-    """Return the settings of a config that differ from their defaults."""
-    changed = {name: value for name, value in config.get_config_copy().items() if not config._is_default(name)}
-    for name, value in changed.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            raise NotPortableError(f"the setting {name!r} of torch cannot be pickled: {error}") from error
-    return changed

@@ -197,7 +197,7 @@ def test_the_module_of_a_custom_operator_is_imported():
 
 def test_a_pass_that_cannot_be_pickled_has_a_reason():
     def backend(graph_module, inputs):
-        with pytest.raises(NotPortableError, match="a graph pass or an option cannot be pickled"):
+        with pytest.raises(NotPortableError, match="a graph pass, an option or a setting of torch cannot be pickled"):
             sent(graph_module, inputs, passes=(lambda graph: None,))
         return graph_module.forward
 

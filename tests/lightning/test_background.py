@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 
@@ -25,71 +20,12 @@ from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, Req
 from compile_callbacks.passes import GraphPass, RecordGraphs
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
-from compile_callbacks.session import background_policy
 from compile_callbacks.tuning.tuner import Tuner
+from tests.support.background import SECONDS, Until, eager_losses, pids, run
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
-from tests.support.step_times import Times
 
-_SECONDS = 250
-
+pytestmark = pytest.mark.usefixtures("background_ms")
 all_versions = pytest.mark.all_versions
-
-
-@pytest.fixture(autouse=True)
-def ms(monkeypatch: pytest.MonkeyPatch) -> dict[str | None, float]:
-    """The times of steps by variant, because steps that look slower than eager would be compared again.
-
-    Runs are never too short to compile.
-    """
-    monkeypatch.setattr(background_policy, "LEAST_SECONDS", 0.0)
-    ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
-    Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
-    return ms
-
-
-class Until(pl.Callback):
-    """Ends the run after a number of compiled training steps, or if the phase never compiles."""
-
-    def __init__(self, callback: InductorCompile, compiled_steps: int = 12, phase: str = "train") -> None:
-        self.callback, self.compiled_steps, self.phase = callback, compiled_steps, phase
-        self.ends = time.monotonic() + _SECONDS
-        self.pids: set[int] = set()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
-        self.pids |= pids(self.callback)
-        steps = getattr(self.callback.report, self.phase).diagnostics.steps
-        if steps.get("compiled", 0) >= self.compiled_steps or time.monotonic() > self.ends:
-            trainer.should_stop = True
-
-
-def pids(callback: InductorCompile) -> set[int]:
-    conversation = callback.session._helper._conversation
-    return set() if conversation is None else {conversation._process.pid}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def run(callback: InductorCompile, *more: pl.Callback, module: Classifier | None = None, **settings: object):
-    """Train until the callback has run compiled steps, and return the module and `Until`."""
-    until = Until(callback)
-    module = module or seeded()
-    data, settings = settings.pop("data", loader()), {"max_epochs": -1, **settings}
-    trainer(callback, until, *more, **settings).fit(module, data, loader(2))
-    assert until.pids
-    assert not any(is_running(pid) for pid in until.pids)
-    return module, until
-
-
-def eager_losses(count: int, module: Classifier | None = None, **settings: object) -> Classifier:
-    module = module or seeded()
-    trainer(max_steps=count, max_epochs=-1, **settings).fit(module, loader(), loader(2))
-    return module
 
 
 @all_versions
@@ -146,7 +82,7 @@ def test_a_graph_that_cannot_be_sent_compiles_in_the_foreground():
     report = callback.report.train
     reasons = [event["reason"] for event in report.diagnostics.events if event["kind"] == "foreground"]
     assert len(reasons) == 1
-    assert "a graph pass or an option cannot be pickled" in reasons[0]
+    assert "a graph pass, an option or a setting of torch cannot be pickled" in reasons[0]
     assert (report.graphs, report.diagnostics.steps, report.diagnostics.waiting_steps) == (1, {"compiled": 10}, 0)
 
 
@@ -211,91 +147,6 @@ def test_a_graph_that_the_helper_process_cannot_compile_compiles_in_the_foregrou
     assert (report.graphs, report.verified) == (1, "equal 1")
 
 
-class UntilFallback(Until):
-    """Ends the run some steps after a fallback to eager."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
-        self.compiled_steps -= self.callback.report.train.fallbacks
-        if self.compiled_steps <= 0:
-            trainer.should_stop = True
-
-
-class Kill(pl.Callback):
-    """Kills the helper process while it compiles."""
-
-    def __init__(self, callback: InductorCompile) -> None:
-        self.callback, self.killed = callback, set[int]()
-
-    def on_train_batch_end(self, *args: object) -> None:
-        if not self.killed and (found := pids(self.callback)):
-            time.sleep(0.3)
-            self.killed = found
-            os.kill(next(iter(found)), signal.SIGKILL)
-
-
-@all_versions
-def test_if_the_helper_process_dies_the_steps_stay_eager():
-    callback = InductorCompile(background=True)
-    kill, module = Kill(callback), seeded()
-    with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
-        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, loader(), loader(2))
-    assert len([w for w in caught if "CC308" in str(w.message)]) == 1
-    assert kill.killed
-    assert not pids(callback)
-    assert module.losses == eager_losses(len(module.losses)).losses
-    train = callback.report.train
-    assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
-
-
-def test_damaged_code_is_not_used(monkeypatch):
-    load = _torch.portable_graphs.load
-    monkeypatch.setattr(_torch.portable_graphs, "load", lambda artifact, options: load(artifact[:-20], options))
-    callback, module = InductorCompile(background=True), seeded()
-    until = UntilFallback(callback)
-    with pytest.warns(CompileWarning, match="its code cannot be loaded.*CC308"):
-        trainer(callback, until, max_epochs=-1).fit(module, loader())
-    assert time.monotonic() < until.ends
-    assert module.losses == eager_losses(len(module.losses)).losses
-
-
-class Raise(pl.Callback):
-    def __init__(self, callback: InductorCompile) -> None:
-        self.callback, self.pids = callback, set[int]()
-
-    def on_train_batch_end(self, *args: object) -> None:
-        self.pids |= pids(self.callback)
-        if self.pids:
-            raise KeyError("the user's")
-
-
-@all_versions
-def test_an_exception_in_the_run_ends_the_helper_process():
-    callback = InductorCompile(background=True)
-    failing = Raise(callback)
-    with pytest.raises(KeyError, match="the user's"):
-        trainer(callback, failing, max_steps=50, max_epochs=-1).fit(seeded(), loader())
-    assert failing.pids
-    assert not any(is_running(pid) for pid in failing.pids)
-
-
-class Exits:
-    def __reduce__(self) -> tuple[object, ...]:
-        return sys.exit, ("usage: --lr",)
-
-
-def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "queue.py").write_text("raise ValueError")
-    reasons: list[str] = []
-    waiting = WaitingGraph(CompileKey("net", "train"), pickle.dumps(Exits()), pytest.fail, reasons.append)
-    helper, ends = Helper(RequestQueue([waiting]), lambda problem, keys: reasons.append(problem)), time.monotonic() + 60
-    while not reasons and time.monotonic() < ends:
-        helper.poll()
-        time.sleep(0.05)
-    helper.stop()
-    assert reasons == ["SystemExit: usage: --lr"]
-
-
 def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
     callback, module = InductorCompile(background=True, keep_compiled=True), seeded()
     trainer(callback, max_steps=14, max_epochs=-1).fit(module, loader())
@@ -307,39 +158,6 @@ def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
     assert report.verified == "equal 1"
     assert [e["reason"] for e in report.diagnostics.events if e["kind"] == "foreground"] == ["the run has ended"]
     assert "most steps ran before the compiled code was loaded" in verdict_lines(callback.report)[0]
-
-
-_KILLED = """
-    import sys
-    from compile_callbacks import InductorCompile
-    from tests.lightning.test_background import pids
-    from tests.support.models import loader, seeded, trainer
-    import lightning.pytorch as pl
-
-    callback = InductorCompile(background=True)
-
-    class Print(pl.Callback):
-        def on_train_batch_end(self, *args):
-            if found := pids(callback):
-                print(*found, flush=True)
-
-    trainer(callback, Print(), max_steps=100000, max_epochs=-1).fit(seeded(), loader())
-"""
-
-
-@all_versions
-def test_the_helper_process_ends_if_the_main_process_is_killed(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}  # noqa: PTH109
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_KILLED)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        lines = iter(process.stdout.readline, b"")
-        helper = next(int(line) for line in lines if line.strip().isdigit())
-        process.kill()
-    ends = time.monotonic() + 30
-    while is_running(helper) and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert not is_running(helper)
-    assert not list(tmp_path.glob("compile_callbacks*"))
 
 
 def test_gradients_are_accumulated_over_the_switch():
@@ -414,9 +232,9 @@ class UntilChosen(Until):
             trainer.should_stop = True
 
 
-def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(ms):
+def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(background_ms):
     fast = "options={epilogue_fusion: True}"
-    ms.update({"default": 1.5, fast: 1.0})
+    background_ms.update({"default": 1.5, fast: 1.0})
     candidates = ["default", {"options": {"epilogue_fusion": True}}]
     callback = InductorCompile(train_mode={"candidates": candidates, "steps": 5}, background=True)
     module, until = seeded(), UntilChosen(callback)
@@ -433,7 +251,7 @@ def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(ms):
 
 def test_auto_tries_the_setting_that_removes_a_graph_break(ms, monkeypatch):
     healed = "dynamo={'capture_scalar_outputs': True}"
-    ms.update({"default": 1.5, healed: 1.0})
+    background_ms.update({"default": 1.5, healed: 1.0})
     monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
     callback = InductorCompile("auto", None, background=True)
     module = seeded(lambda: Classifier(Scaling()))
@@ -448,8 +266,8 @@ class Scaling(Wrapper):
         return self.net(x * (1 + x.abs().max().item()))
 
 
-def test_slower_steps_go_back_to_eager(ms):
-    ms[None] = 3.0
+def test_slower_steps_go_back_to_eager(background_ms):
+    background_ms[None] = 3.0
     callback = InductorCompile(background=True)
     until, module = Until(callback, compiled_steps=10**9), seeded()
 
@@ -481,7 +299,7 @@ def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it():
     for _ in range(2):
         waiting = WaitingGraph(CompileKey("net", "train"), requests[0], answers.append, pytest.fail)
         helpers.append(Helper(RequestQueue([waiting]), lambda problem, keys: pytest.fail(problem)))
-    ends = time.monotonic() + _SECONDS
+    ends = time.monotonic() + SECONDS
     while len(answers) < 2 and time.monotonic() < ends:
         for helper in helpers:
             helper.poll()

@@ -1,0 +1,133 @@
+"""``background=True`` if the helper process, the run or the process that trains ends early."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import lightning.pytorch as pl
+import pytest
+
+from compile_callbacks import CompileWarning, InductorCompile, _torch
+from compile_callbacks.background.helper import Helper
+from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
+from compile_callbacks.profiling.events import CompileKey
+from tests.support.background import UntilFallback, eager_losses, is_running, pids
+from tests.support.models import loader, seeded, trainer
+
+pytestmark = pytest.mark.usefixtures("background_ms")
+all_versions = pytest.mark.all_versions
+
+
+class Kill(pl.Callback):
+    """Kills the helper process while it compiles."""
+
+    def __init__(self, callback: InductorCompile) -> None:
+        self.callback, self.killed = callback, set[int]()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        if not self.killed and (found := pids(self.callback)):
+            time.sleep(0.3)
+            self.killed = found
+            os.kill(next(iter(found)), signal.SIGKILL)
+
+
+@all_versions
+def test_if_the_helper_process_dies_the_steps_stay_eager():
+    callback = InductorCompile(background=True)
+    kill, module = Kill(callback), seeded()
+    with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
+        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, loader(), loader(2))
+    assert len([w for w in caught if "CC308" in str(w.message)]) == 1
+    assert kill.killed
+    assert not pids(callback)
+    assert module.losses == eager_losses(len(module.losses)).losses
+    train = callback.report.train
+    assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
+
+
+def test_damaged_code_is_not_used(monkeypatch):
+    load = _torch.portable_graphs.load
+    monkeypatch.setattr(_torch.portable_graphs, "load", lambda artifact, options: load(artifact[:-20], options))
+    callback, module = InductorCompile(background=True), seeded()
+    until = UntilFallback(callback)
+    with pytest.warns(CompileWarning, match="its code cannot be loaded.*CC308"):
+        trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert time.monotonic() < until.ends
+    assert module.losses == eager_losses(len(module.losses)).losses
+
+
+class Raise(pl.Callback):
+    def __init__(self, callback: InductorCompile) -> None:
+        self.callback, self.pids = callback, set[int]()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        if self.pids:
+            raise KeyError("the user's")
+
+
+@all_versions
+def test_an_exception_in_the_run_ends_the_helper_process():
+    callback = InductorCompile(background=True)
+    failing = Raise(callback)
+    with pytest.raises(KeyError, match="the user's"):
+        trainer(callback, failing, max_steps=50, max_epochs=-1).fit(seeded(), loader())
+    assert failing.pids
+    assert not any(is_running(pid) for pid in failing.pids)
+
+
+class Exits:
+    def __reduce__(self) -> tuple[object, ...]:
+        return sys.exit, ("usage: --lr",)
+
+
+def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "queue.py").write_text("raise ValueError")
+    reasons: list[str] = []
+    waiting = WaitingGraph(CompileKey("net", "train"), pickle.dumps(Exits()), pytest.fail, reasons.append)
+    helper, ends = Helper(RequestQueue([waiting]), lambda problem, keys: reasons.append(problem)), time.monotonic() + 60
+    while not reasons and time.monotonic() < ends:
+        helper.poll()
+        time.sleep(0.05)
+    helper.stop()
+    assert reasons == ["SystemExit: usage: --lr"]
+
+
+_KILLED = """
+    import sys
+    from compile_callbacks import InductorCompile
+    from tests.support.background import pids
+    from tests.support.models import loader, seeded, trainer
+    import lightning.pytorch as pl
+
+    callback = InductorCompile(background=True)
+
+    class Print(pl.Callback):
+        def on_train_batch_end(self, *args):
+            if found := pids(callback):
+                print(*found, flush=True)
+
+    trainer(callback, Print(), max_steps=100000, max_epochs=-1).fit(seeded(), loader())
+"""
+
+
+@all_versions
+def test_the_helper_process_ends_if_the_main_process_is_killed(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}  # noqa: PTH109
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_KILLED)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        lines = iter(process.stdout.readline, b"")
+        helper = next(int(line) for line in lines if line.strip().isdigit())
+        process.kill()
+    ends = time.monotonic() + 30
+    while is_running(helper) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not is_running(helper)
+    assert not list(tmp_path.glob("compile_callbacks*"))

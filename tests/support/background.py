@@ -1,0 +1,67 @@
+"""Runs with ``background=True`` that end when their compiled steps have run."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import lightning.pytorch as pl
+
+from compile_callbacks import InductorCompile
+from tests.support.models import Classifier, loader, seeded, trainer
+
+SECONDS = 250
+
+
+class Until(pl.Callback):
+    """Ends the run after a number of compiled training steps, or if the phase never compiles."""
+
+    def __init__(self, callback: InductorCompile, compiled_steps: int = 12, phase: str = "train") -> None:
+        self.callback, self.compiled_steps, self.phase = callback, compiled_steps, phase
+        self.ends = time.monotonic() + SECONDS
+        self.pids: set[int] = set()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self.pids |= pids(self.callback)
+        steps = getattr(self.callback.report, self.phase).diagnostics.steps
+        if steps.get("compiled", 0) >= self.compiled_steps or time.monotonic() > self.ends:
+            trainer.should_stop = True
+
+
+def pids(callback: InductorCompile) -> set[int]:
+    conversation = callback.session._helper._conversation
+    return set() if conversation is None else {conversation._process.pid}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run(callback: InductorCompile, *more: pl.Callback, module: Classifier | None = None, **settings: object):
+    """Train until the callback has run compiled steps, and return the module and `Until`."""
+    until = Until(callback)
+    module = module or seeded()
+    data, settings = settings.pop("data", loader()), {"max_epochs": -1, **settings}
+    trainer(callback, until, *more, **settings).fit(module, data, loader(2))
+    assert until.pids
+    assert not any(is_running(pid) for pid in until.pids)
+    return module, until
+
+
+def eager_losses(count: int, module: Classifier | None = None, **settings: object) -> Classifier:
+    module = module or seeded()
+    trainer(max_steps=count, max_epochs=-1, **settings).fit(module, loader(), loader(2))
+    return module
+
+
+class UntilFallback(Until):
+    """Ends the run some steps after a fallback to eager."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: object) -> None:
+        self.compiled_steps -= self.callback.report.train.fallbacks
+        if self.compiled_steps <= 0:
+            trainer.should_stop = True
