@@ -149,7 +149,7 @@ def logged():
 
 @pytest.fixture
 def background_ms(monkeypatch):
-    """The times of steps by variant with ``background=True``. Otherwise, steps that look slower would be compared again.
+    """The times of steps with ``background=True``, by variant. Steps that look slower would be compared again.
 
     Runs are never too short to compile.
     """
