@@ -130,7 +130,7 @@ def test_a_stage_whose_steps_change_the_weights_runs_unfrozen_after_the_second_r
     callback = InductorCompile(None, FREEZING, baseline_steps=baseline_steps)
     with pytest.warns(CompileWarning, match="'net' was compiled 3 times, and runs without frozen weights") as warned:
         module = test(callback)
-    assert [warning.category for warning in warned].count(CompileWarning) == 1
+    assert ["without frozen weights" in str(warning.message) for warning in warned].count(True) == 1
     assert module.losses == pytest.approx(test().losses, rel=1e-4)
     graphs = callback.report.infer.graphs
     assert graphs <= 8  # with and without gradients: three times frozen, and once unfrozen

@@ -137,6 +137,7 @@ def test_one_page_has_the_charts_of_each_phase_whose_lines_need_no_legend_and_ar
 def test_the_charts_name_the_scalars_of_a_logger_with_a_prefix(tmp_path):
     logger = TensorBoardLogger(tmp_path, prefix="mine")
     log_scalars([logger], REPORT.scalars(), step=1)
+    logger.experiment.flush()
     tags = layout(logger)["torch.compile, train phase"]["seconds spent compiling"]
     assert set(tags) == {"mine-compile/train/seconds"}
     assert read(logger).Scalars("mine-compile/train/seconds")[0].value == 2.5
