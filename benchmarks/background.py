@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, way: str) -> Row:
             "meanwhile_ms": details.waiting_step_ms,
             "load_s": details.load_seconds,
         }
-        row |= {"waited_s": report.compile_seconds, "helper_s": details.background_seconds, "verdict": report.verdict}
+        row |= {"waited_s": report.compile_seconds, "helper_s": report.background_seconds, "verdict": report.verdict}
     return row
 
 
