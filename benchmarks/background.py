@@ -10,7 +10,7 @@ Each way is a new process with an empty cache, and runs ``--steady-steps`` steps
 - steady_ms: the median of the last steps;
 - seconds: the duration of all steps.
 
-The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run, where the
+The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run. The
 better is the faster of the eager run and the run that is compiled by hand from its first step. ``--run-seconds``
 measures runs of that length.
 """
@@ -110,10 +110,7 @@ def regrets(rows: dict[str, Row]) -> list[Row]:
     result = []
     for minutes in MINUTES:
         steps = minutes * 60 / eager
-        slow = ours["steps"] - 1
-        compiled_from = min(steps, slow)  # the steps of the measured run, of which the last are steady
-        measured = ours["seconds"] * compiled_from / ours["steps"]
-        run_s = measured + max(0.0, steps - ours["steps"]) * ours["steady_ms"] / 1000
+        run_s = ours["seconds"] + (steps - ours["steps"]) * ours["steady_ms"] / 1000
         by_hand_s = hand["longest_s"] + steps * hand["steady_ms"] / 1000
         better = min(steps * eager, by_hand_s)
         result.append({"minutes": minutes, "eager_s": steps * eager, "by_hand_s": by_hand_s, "background_s": run_s,

@@ -52,7 +52,7 @@ class PortableGraph:
         symbols: The value and the bounds of each symbol.
         grad_mode: Whether autograd was enabled.
         autocast: The arguments of each enabled `torch.autocast`.
-        flags: Settings of torch that change what is compiled.
+        flags: The settings of `process_state.FLAGS`.
         configs: The configs of Inductor and AOTAutograd that differ from their defaults.
         modules: The modules that register the custom operators of the graph.
         sharing: The positions of inputs that share memory with other inputs.

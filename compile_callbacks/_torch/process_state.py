@@ -1,4 +1,4 @@
-"""The settings of torch in a process that change what it compiles."""
+"""The settings of torch that change the compiled code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda kernels: attention._sdpa_kernel([attention.SDPBackend(kernel) for kernel in kernels], set_priority=True),
     ),
 }
-"""How to get and to set the settings of torch that change what is compiled."""
+"""How to get and to set each setting that is not in a config."""
 
 
 def configs() -> dict[str, Any]:

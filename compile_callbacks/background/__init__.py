@@ -1,1 +1,1 @@
-"""The helper process that compiles graphs while training goes on."""
+"""The helper process that compiles graphs while training continues."""

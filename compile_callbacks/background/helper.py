@@ -42,7 +42,7 @@ class Helper:
 
     def poll(self) -> None:
         """Send new requests, and load the code of at most one graph. The caller calls this between two steps."""
-        if not self._queue.waiting or self._queue.failure is not None:
+        if not self._queue.active:
             return
         try:
             self._load_next()

@@ -12,7 +12,7 @@ import threading
 from multiprocessing.connection import Connection
 
 NICENESS = 5
-"""The priority of the process. Training goes first."""
+"""The priority of the process. With Linux's autogroups, it has no effect on processes of other sessions."""
 
 
 def main() -> None:

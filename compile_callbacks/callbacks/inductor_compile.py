@@ -54,7 +54,7 @@ class InductorCompile(Callback):
         baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
             The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the
             report shows no speedup.
-        background: Whether a helper process compiles while training goes on. The steps run eagerly until the compiled
+        background: Whether a helper process compiles while training continues. The steps run eagerly until the compiled
             code is loaded, so when it is used depends on the clock. A graph that cannot be sent to another process
             compiles in this one. See docs/how_to/background.md.
         on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the target

@@ -84,6 +84,7 @@ class CompiledTarget:
         self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
+        self._new_shapes_reported = False
         self._limits_shapes = settings.new_shapes != "recompile"
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
@@ -253,8 +254,8 @@ class CompiledTarget:
             with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
                 graphs = self._executions.graphs
                 result = compiled(member.module, *args, **kwargs)
-                reported = {event.target for event in self._recorder.events_of(self.key.phase, "eager_call")}
-                if self._executions.graphs == graphs and self.key.target not in reported:
+                if self._executions.graphs == graphs and not self._new_shapes_reported:
+                    self._new_shapes_reported = True
                     reason = f"new_shapes='eager' compiles a new shape only in its {RETURNING_SHAPE_CALLS}th call"
                     self._recorder.record("eager_call", self.key, reason=reason, code="CC107")
                 return result

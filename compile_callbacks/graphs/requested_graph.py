@@ -72,7 +72,7 @@ class RequestedGraph:
         self._requests.waiting = [graph for graph in self._requests.waiting if graph is not self._waiting]
 
     def _send(self, request: CompileRequest) -> None:
-        if self._requests.in_run and self._requests.failure is None:
+        if self._requests.in_run:
             self._waiting = WaitingGraph(self._fallback.key, request.pickled(), self._load, self._compile_here)
             self._requests.waiting.append(self._waiting)
 

@@ -17,7 +17,7 @@ from compile_callbacks.profiling.events import CompileKey
 
 @dataclass(frozen=True, kw_only=True)
 class CompileAnswer:
-    """The compiled code of a graph, or the reason why there is none.
+    """The compiled code of a graph, or the reason why it was not compiled.
 
     Attributes:
         artifact: The compiled code, as torch serializes it.
@@ -26,7 +26,7 @@ class CompileAnswer:
         saved_bytes: The memory of the activations that the graph saves for its backward pass.
         cached: Whether the code is from torch's cache.
         pass_runs: The runs of graph passes.
-        problem: The reason why there is no code.
+        problem: The reason why the graph was not compiled, or an empty string.
     """
 
     artifact: bytes = b""
@@ -125,7 +125,7 @@ class RequestQueue:
         waiting: The graphs, in the order of their requests.
         failure: The reason why no further graph is compiled.
         takes_trials: Whether candidates of a `Tune` are compiled. Not with several ranks, which measure together.
-        in_run: Whether a run is in progress. Afterwards, this process compiles what a module still calls.
+        in_run: Whether a run is in progress. Afterwards, this process compiles the graphs that a module still calls.
     """
 
     waiting: list[WaitingGraph] = field(default_factory=list)
@@ -133,10 +133,15 @@ class RequestQueue:
     takes_trials: bool = True
     in_run: bool = True
 
+    @property
+    def active(self) -> bool:
+        """Whether another process compiles graphs."""
+        return bool(self.waiting) and self.failure is None
+
     def waits(self, phase: Phase, candidate: str | None) -> bool:
         """Return whether another process will compile a graph of a variant."""
         waiting = [graph for graph in self.waiting if graph.key.phase == phase and graph.key.candidate == candidate]
-        return self.failure is None and bool(waiting)
+        return self.active and bool(waiting)
 
     def end_run(self) -> None:
         """Let this process compile the graphs at their next call."""

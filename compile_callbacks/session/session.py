@@ -140,7 +140,8 @@ class Session:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
         if self._requests is not None:
-            self._requests.in_run, self._requests.takes_trials = True, self._ranks.size == 1
+            self._requests.in_run, self._requests.failure = True, None
+            self._requests.takes_trials = self._ranks.size == 1
             self._warnings.check_repeatable()
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
@@ -279,7 +280,7 @@ class Session:
         if compares:
             self._free_unused()
         # On a GPU, each step must be marked for CUDA graphs. A count of a partly compiled step would need two numbers.
-        waits = self._requests is not None and self._requests.waiting
+        waits = self._requests is not None and self._requests.active
         if not (self._wanted or waits or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
             self._counted = Step(
                 variant=step.variant,

@@ -43,7 +43,7 @@ class Trial:
     blocks: list[Sequence[float]] = field(default_factory=list)  # the step times of each block, in milliseconds
     graphs: int = 0
     breaks: int = 0
-    unhealed: Trial | None = None  # the candidate of which this one is a copy, with settings that remove graph breaks
+    unhealed: Trial | None = None  # the same candidate without the settings that remove graph breaks
 
     def healed(self, settings: Sequence[str]) -> Trial:
         """Return a candidate with the same settings, and with these settings of Dynamo."""
@@ -57,7 +57,7 @@ class Trial:
         return () if self.unhealed is None or self.variant.config is None else tuple(self.variant.config.dynamo)
 
     def effect(self) -> str | None:
-        """Return what the settings of a healed candidate did, or ``None`` for other candidates."""
+        """Return the effect of the settings of a healed candidate, or ``None`` for other candidates."""
         base = self.unhealed
         if base is None or not base.breaks:
             return None

@@ -1,4 +1,4 @@
-"""``background=True``: a helper process compiles while training goes on."""
+"""``background=True``: a helper process compiles while training continues."""
 
 from __future__ import annotations
 
