@@ -17,7 +17,7 @@ from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
 from compile_callbacks.profiling.events import CompileKey
-from tests.support.background import UntilFallback, eager_losses, is_running, pids
+from tests.support.background import Until, UntilFallback, eager_losses, is_running, pids
 from tests.support.models import loader, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("background_ms")
@@ -49,6 +49,17 @@ def test_if_the_helper_process_dies_the_steps_stay_eager():
     assert module.losses == eager_losses(len(module.losses)).losses
     train = callback.report.train
     assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
+
+
+def test_the_next_run_starts_a_helper_process_again():
+    callback, module = InductorCompile(background=True), seeded()
+    kill = Kill(callback)
+    with pytest.warns(CompileWarning, match="CC308"):
+        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, loader())
+    assert callback.report.train.graphs == 0
+    until = Until(callback)
+    trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert callback.report.train.diagnostics.steps["compiled"] == until.compiled_steps
 
 
 def test_damaged_code_is_not_used(monkeypatch):
