@@ -1,4 +1,4 @@
-"""Models by name: torchvision models, timm models as timm/NAME, and transformers as blocks-DEPTH."""
+"""Models by name: torchvision models, timm models as timm/NAME, gpt2, bert, and transformers as blocks-DEPTH."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, HEADS, TOKENS = 256, 4, 128  # narrow, so that depth dominates the compile time
+TEXT_TOKENS = 512
 
 
 class Block(nn.Module):
@@ -39,12 +40,32 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
+class LanguageModel(nn.Module):
+    """GPT-2 or BERT of Hugging Face with new weights; tokens (N, T) in, logits (N * T, V) out."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        if name == "gpt2":
+            self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+        else:
+            self.net = transformers.BertForMaskedLM(transformers.BertConfig())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens).logits.flatten(0, 1)
+
+
 def make(name: str, batch_size: int, image_size: int = 224, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
     """A model, a batch for it and labels; images and convolution weights use the channels-last memory format."""
     torch.manual_seed(0)
     if name.startswith("blocks-"):
         net: nn.Module = Transformer(int(name.removeprefix("blocks-"))).to(device)
         inputs = torch.randn(batch_size, TOKENS, WIDTH, device=device)
+    elif name in ("gpt2", "bert"):
+        net = LanguageModel(name).to(device)
+        inputs = torch.randint(30_000, (batch_size, TEXT_TOKENS), device=device)
+        return net, inputs, inputs.flatten()
     else:
         net = create(name).to(device, memory_format=torch.channels_last)
         inputs = torch.randn(batch_size, 3, image_size, image_size)
