@@ -34,8 +34,9 @@ MAX_COMPILERS = 16
 class Helper:
     """The helper process of a session.
 
-    The process starts with the run, and imports torch before the first request. It ends with the run, with this process, and after `IDLE_SECONDS`. If it
-    dies or hangs, the graphs stay eager, and it does not start again in this run.
+    The process starts with the run, and imports torch before the first request. It ends with the run, with this
+    process, and after `IDLE_SECONDS`. If it dies or hangs, the graphs stay eager, and it does not start again in this
+    run.
     """
 
     def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
@@ -119,7 +120,14 @@ class _Conversation:
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "compile_callbacks.background.worker", str(theirs.fileno()), str(niceness)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "compile_callbacks.background.worker",
+                    str(theirs.fileno()),
+                    str(niceness),
+                ],
                 pass_fds=[theirs.fileno()],
                 env=_environment(compilers),
                 stdin=subprocess.DEVNULL,

@@ -17,7 +17,16 @@ from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
 from compile_callbacks.profiling.events import CompileKey
-from tests.support.background import Until, UntilFallback, compiling_pids, eager_losses, images, is_running, pids, resnet18
+from tests.support.background import (
+    Until,
+    UntilFallback,
+    compiling_pids,
+    eager_losses,
+    images,
+    is_running,
+    pids,
+    resnet18,
+)
 from tests.support.models import loader, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("background_ms")
@@ -91,6 +100,20 @@ def test_an_exception_in_the_run_ends_the_helper_process():
         trainer(callback, failing, max_steps=50, max_epochs=-1).fit(resnet18(), images())
     assert failing.pids
     assert not any(is_running(pid) for pid in failing.pids)
+
+
+@pytest.mark.parametrize(("trains_on_cpu", "niceness"), [(True, 0), (False, 5)])
+def test_the_helper_process_starts_before_a_request_and_gives_way_only_to_a_gpu(trains_on_cpu, niceness):
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    helper = Helper(RequestQueue(), lambda problem, keys: pytest.fail(problem))
+    helper.start(trains_on_cpu=trains_on_cpu, ranks=1)
+    assert helper._conversation is not None
+    pid, ends = helper._conversation._process.pid, time.monotonic() + 60
+    while os.getpriority(os.PRIO_PROCESS, pid) != before + niceness and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == before + niceness
+    helper.stop()
+    assert not is_running(pid)
 
 
 class Exits:
