@@ -29,6 +29,7 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from models import make
 from tables import Row, parser_for, print_columns, save, say
 from trainer import Classifier, loader, make_trainer, synchronize
@@ -78,6 +79,7 @@ class Clock(pl.Callback):
 def run(args: argparse.Namespace, way: str) -> Row:
     """One way, in this process."""
     warnings.simplefilter("ignore")
+    torch.set_float32_matmul_precision("high")
     net, images, labels = make(args.model, args.batch_size, args.image_size, args.device)
     module = Classifier(net)
     callback = None
