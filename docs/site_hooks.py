@@ -1,7 +1,7 @@
 """Hooks of mkdocs: they generate the pages that have another source, and edit the HTML of the API reference.
 
-Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page
-for contributors, and the tables of the report's figures (from their declarations).
+Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog, the pages
+about security and for contributors, and the tables of the report's figures (from their declarations).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def on_files(files: Any, config: Any) -> None:
         "reference/messages.md": _messages(),
         "get_started/notebook.md": _notebook(ROOT / "examples" / "quickstart.ipynb"),
         "project/changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "project/security.md": (ROOT / "SECURITY.md").read_text(),
         "project/contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("(docs/", "(../"),
     }
     for name, content in pages.items():
