@@ -144,8 +144,9 @@ def main() -> None:
             subprocess.run(command, env={**os.environ, **cache, "ROW": f"{folder}/row"}, check=True)
             rows[way] = json.loads(Path(folder, "row").read_text())
         say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
+        found = rows[way].pop("environment")
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
-        save(args.json, f"background: {args.model}, batch {args.batch_size}", known, rows[way]["environment"])
+        save(args.json, f"{args.model}, batch {args.batch_size}, {args.mode}", known, found)
     print_columns(COLUMNS, known)
     if {EAGER, BY_HAND, BACKGROUND} <= rows.keys():
         print_columns({"minutes": "{}", "eager_s": "{:.0f}", "by_hand_s": "{:.0f}", "background_s": "{:.0f}",
