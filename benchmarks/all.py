@@ -49,6 +49,7 @@ TABLES = {
     "background_max_autotune": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode max-autotune", 560),
     **{f"regions_{name}": Table(f"regions.py --models {name}", 300) for name in ("1b", "3b", "8b")},
     "regions_train_1b": Table("regions.py --models 1b --train", 300),
+    "spiking": Table("spiking.py", 280),
     "scaling_depth": Table("scaling.py", 400),
     "memory": Table("memory.py", 240),
     "warm_start": Table("warm_start.py --pairs 1 --warm-runs 3 --no-moved", 200),

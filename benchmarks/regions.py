@@ -15,15 +15,12 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
 
 import torch
-from tables import Row, find, parser_for, print_columns, print_environment, save, say
+from tables import Row, find, in_own_process, parser_for, print_columns, print_environment, save, say
 from torch import nn
 from trainer import synchronize
 
@@ -87,16 +84,6 @@ def run(way: str, name: str, batch_size: int, args: argparse.Namespace) -> Row:
         "first_step_seconds": seconds[0], "step_ms": statistics.median(seconds[1:]) * 1000, "samples": args.steps,
         "spread_ms": (quartiles[2] - quartiles[0]) * 1000, "environment": environment(),
     }  # fmt: skip
-
-
-def in_own_process(*work: str) -> Row | None:
-    """Run one way with an empty cache; ``None`` if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        command = [sys.executable, __file__, *sys.argv[1:], "--run", *work]
-        subprocess.run(command, env={**os.environ, **caches, "ROW": f"{folder}/row"}, check=False)
-        row = Path(folder, "row")
-        return json.loads(row.read_text()) if row.exists() else None
 
 
 def main() -> None:
