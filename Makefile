@@ -93,8 +93,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Without --quiet, with which --strict sees no warnings. The variable silences an advertisement for another site
-# generator, as its text says.
+# The variable silences the theme's notice of its end of life; CONTRIBUTING.md says what follows from it. With --quiet,
+# mkdocs would not count the warnings that --strict turns into an error.
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
