@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import logging
 import re
 import types
@@ -44,6 +46,7 @@ class Healing(NamedTuple):
 
 HEALINGS = (
     Healing(r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs"),
+    Healing(r"Data dependent operator\n.*capture_scalar_outputs", "capture_scalar_outputs"),
     Healing(r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops"),
     Healing(r".* builtin operator `print` .*has_kwargs False", "reorderable_logging_functions", ("print",)),
     Healing(r".* Python builtin `_warnings\.warn`", "reorderable_logging_functions", ("warnings.warn",)),
@@ -57,17 +60,54 @@ SET_UNASKED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 move or drop the lines that a target prints."""
 
 
-def healing_settings(reasons: Iterable[str]) -> tuple[dict[str, Any], int]:
-    """Return the settings that may remove graph breaks with these reasons, and the number of these graph breaks."""
+def healing_settings(breaks: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+    """Return the settings that may remove some of these graph breaks, and the number of the graph breaks.
+
+    A graph break is the data of its `CompileEvent`. If a setting is set, torch gives other reasons than `HEALINGS` has.
+    """
     settings: dict[str, Any] = {}
     count = 0
-    for reason in reasons:
-        healing = next((each for each in HEALINGS if re.match(each.kind, reason.lstrip(), re.DOTALL)), None)
-        if healing is not None:
+    for each in breaks:
+        reason = str(each.get("reason", "")).lstrip()
+        healing = next((healing for healing in HEALINGS if re.match(healing.kind, reason, re.DOTALL)), None)
+        if healing is not None and not (healing.setting in SET_UNASKED and _branches(each)):
             count += 1
             known = settings.get(healing.setting, ())
             settings[healing.setting] = True if healing.value is True else tuple(sorted({*known, *healing.value}))
     return settings, count
+
+
+def _branches(graph_break: Mapping[str, Any]) -> bool:
+    """Return whether the user's code at a graph break decides which code runs, or how often a loop runs.
+
+    Such code breaks the graph with every setting, because torch does not know the values while it compiles.
+    """
+    line = graph_break.get("line") or 0
+    try:
+        tree = ast.parse("".join(linecache.getlines(str(graph_break.get("file")))))
+    except SyntaxError:
+        return False
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
+    functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+    if not functions:
+        return False
+    text = ast.unparse(around[-1]).partition("\n")[0]
+    if re.search(r"\b(any|all)\([^()]*\)(\.item\(\)|$)|\bbool\(", text):  # a truth value
+        return True
+    names = {name for target in getattr(around[-1], "targets", ()) for name in _names(target)}
+    nodes = list(ast.walk(functions[-1]))
+    decisions = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    if "tolist()" not in text:  # torch knows the length of the list
+        decisions += [node.iter for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    return any(_covers(decision, line) or names & _names(decision) for decision in decisions)
+
+
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def as_dynamo_settings(settings: Any) -> Mapping[str, Any]:

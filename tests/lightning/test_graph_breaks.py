@@ -15,7 +15,7 @@ from torch import nn
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.report.summary import next_step
+from compile_callbacks.report.summary import next_step, notes
 from compile_callbacks.tuning.tuner import Tuner
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import FEATURES, Classifier, fit, mlp
@@ -78,27 +78,30 @@ def symbolic_inputs(make_net, monkeypatch):
     monkeypatch.setattr(GraphBackend, "compile", look)
     callback = InductorCompile("default", None, baseline_steps=3)
     ours = assert_fits_as_eager(callback, make=lambda: Classifier(make_net()), train=20, validation=None)
-    return symbols, callback.report.train, ours
+    return symbols, callback.report, ours
 
 
 def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does(monkeypatch):
-    symbols, train, ours = symbolic_inputs(Counting, monkeypatch)
+    symbols, report, ours = symbolic_inputs(Counting, monkeypatch)
+    train = report.train
     assert [len(each) for each in symbols] == [0, 1, 1]
     assert (train.graphs, train.fallbacks, ours.net.calls) == (3, 0, 20)  # two of them for the branch
     (event,) = [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
     assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
-    symbols, train, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
+    assert f"train: net: {event['reason']}" in notes(report)
+    symbols, report, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
     assert symbols == [[]]
-    assert not [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
+    assert not [event for event in report.train.diagnostics.events if event["kind"] == "dynamo_setting"]
 
 
 class Several(Item):
-    """Breaks the graph three times. A setting is known for two of them."""
+    """Breaks the graph four times. A setting is known for three of them."""
 
     def forward(self, x):
         x = x * (1 + x.abs().max().item())
         torch._dynamo.graph_break()
         x = x - x[x > 0].mean()
+        x = x + torch.arange((x[:, 0] > -100).sum()).sum()
         return self.net(x)
 
 
@@ -106,9 +109,9 @@ def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
     callback = InductorCompile("default", None, baseline_steps=0)
     fit(callback, make=lambda: Classifier(Several()), validation=None)
     settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-    assert callback.report.train.graph_breaks == 3
+    assert callback.report.train.graph_breaks == 4
     (mode, count), *_ = re.findall(r"train_mode=(\{.*\}\}) may remove (.*)", next_step(callback.report))
-    assert (ast.literal_eval(mode), count) == ({"dynamo": settings}, "2 of 3 graph breaks")
+    assert (ast.literal_eval(mode), count) == ({"dynamo": settings}, "3 of 4 graph breaks")
     healed = InductorCompile(ast.literal_eval(mode), None, baseline_steps=0)
     fit(healed, make=lambda: Classifier(Several()), validation=None)
     assert healed.report.train.graph_breaks == 1
@@ -149,6 +152,53 @@ def test_settings_for_printed_lines_are_named_and_remove_the_break(call, setting
     assert f"'dynamo': {setting}" in advice
     assert ("and drops the log lines" in advice) == ("ignore" in setting)
     assert run({"dynamo": ast.literal_eval(setting)}).train.graph_breaks == 0
+
+
+def scaled_if(x, scales):
+    return x * 2 if scales else x
+
+
+def branch_on_truth_value(x):
+    scales = (x > 0).any().item()
+    return scaled_if(x, scales)
+
+
+def branch_on_number(x):
+    largest = x.max().item()
+    if largest > 0:
+        x = x * 2
+    return x
+
+
+def loop_over_number(x):
+    for _ in range(x.sign().max().int().item()):
+        x = x * 2
+    return x
+
+
+def loop_over_rows(x):
+    rows = (x[0] > 0).nonzero()
+    for row in rows:
+        x = x + row
+    return x
+
+
+@pytest.mark.parametrize("decide", [branch_on_truth_value, branch_on_number, loop_over_number, loop_over_rows])
+def test_no_setting_is_named_for_code_that_decides_which_code_runs(decide):
+    class Decides(Item):
+        def forward(self, x):
+            return self.net(decide(x))
+
+    both = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    reports = {}
+    for mode in ("default", {"dynamo": both}):
+        callback = InductorCompile(mode, None, baseline_steps=0)
+        fit(callback, make=lambda: Classifier(Decides()), train=4, validation=None)
+        reports[str(mode)] = callback.report
+    without, with_both = reports.values()
+    assert without.train.graph_breaks > 0
+    assert "may remove" not in next_step(without)
+    assert with_both.train.graph_breaks >= without.train.graph_breaks  # because the settings do not help
 
 
 HEALED = "dynamo={'capture_scalar_outputs': True}"
@@ -199,3 +249,4 @@ def test_the_report_names_an_lstm_that_is_left_eager():
     assert event["target"] == "lstm"
     assert callback.report.train.targets == ("net",)
     assert event["reason"] == "torch does not compile nn.LSTM well; targets='lstm' compiles it anyway"
+    assert f"train: lstm: {event['reason']}" in str(callback.report)
