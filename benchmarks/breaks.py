@@ -107,23 +107,18 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 class GraphNet(nn.Module):
     """Two layers of PyTorch Geometric, a pooling layer over the nodes of each graph, and a linear layer."""
 
-    def __init__(self, first: nn.Module, second: nn.Module, dense: bool = False) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module, topk: nn.Module | None = None) -> None:
         super().__init__()
-        self.first, self.second, self.last = first, second, nn.Linear(FEATURES, 4)
-        self.dense = nn.Linear(FEATURES, 8) if dense else None
+        self.first, self.second, self.last, self.topk = first, second, nn.Linear(FEATURES, 4), topk
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-        from torch_geometric.nn import dense_diff_pool, global_mean_pool
-        from torch_geometric.utils import to_dense_adj, to_dense_batch
+        from torch_geometric.nn import global_mean_pool
 
         x = self.first(x, edge_index).relu()
+        if self.topk is not None:
+            x, edge_index, _, batch, _, _ = self.topk(x, edge_index, None, batch)
         per_graph = (batch,) if type(self.second).__name__ == "GPSConv" else ()
-        x = self.second(x, edge_index, *per_graph)
-        if self.dense is None:
-            return self.last(global_mean_pool(x, batch))
-        nodes, mask = to_dense_batch(x, batch)
-        pooled = dense_diff_pool(nodes, to_dense_adj(edge_index, batch), self.dense(nodes), mask)[0]
-        return self.last(pooled.mean(1))
+        return self.last(global_mean_pool(self.second(x, edge_index, *per_graph), batch))
 
 
 def graphs(count: int = 32) -> dict[str, Tensor]:
@@ -154,13 +149,17 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, 
     led = {f"max_{side}_position_embeddings": 64 for side in ("encoder", "decoder")} | {"attention_window": 8}
     moe: dict[str, Any] = {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
 
+    pna: dict[str, Any] = {"aggregators": ["mean", "max", "std"], "scalers": ["identity"]}
+    pna["deg"] = torch.tensor([1, 2, 3, 4])
+
     def gcn() -> nn.Module:
         return pyg.GCNConv(FEATURES, FEATURES)
 
     return {
         "PyG GCN": (lambda: GraphNet(gcn(), gcn()), graphs),
         "PyG GPS": (lambda: GraphNet(gcn(), pyg.GPSConv(FEATURES, gcn(), heads=4)), graphs),
-        "PyG DiffPool": (lambda: GraphNet(gcn(), gcn(), dense=True), graphs),
+        "PyG PNA": (lambda: GraphNet(*(pyg.PNAConv(FEATURES, FEATURES, **pna) for _ in range(2))), graphs),
+        "PyG TopKPooling": (lambda: GraphNet(gcn(), gcn(), pyg.TopKPooling(FEATURES)), graphs),
         "transformers BartForSequenceClassification": (
             lambda: hf.BartForSequenceClassification(hf.BartConfig(**sides, **tokens)), words
         ),
