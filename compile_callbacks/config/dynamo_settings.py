@@ -94,20 +94,27 @@ def _branches(graph_break: Mapping[str, Any]) -> bool:
     text = ast.unparse(around[-1]).partition("\n")[0]
     if re.search(r"\b(any|all)\([^()]*\)(\.item\(\)|$)|\bbool\(", text):  # a truth value
         return True
-    names = {name for target in getattr(around[-1], "targets", ()) for name in _names(target)}
+    results = {each.id for target in getattr(around[-1], "targets", ()) for each in _names(target)}
     nodes = list(ast.walk(functions[-1]))
     decisions = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
     if "tolist()" not in text:  # torch knows the length of the list
         decisions += [node.iter for node in nodes if isinstance(node, ast.For | ast.comprehension)]
-    return any(_covers(decision, line) or names & _names(decision) for decision in decisions)
+    for decision in decisions:
+        condition = ast.unparse(decision)
+        if _covers(decision, line) and re.search(r"item\(\)|nonzero\(|\b(int|float)\(", condition):
+            return True
+        uses_result = decision.lineno > line and any(each.id in results for each in _names(decision))
+        if uses_result and not re.search(r" is |isinstance|\.(n?dim|dtype|device|requires_grad)\b", condition):
+            return True
+    return False
 
 
 def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
     return node.lineno <= line <= (node.end_lineno or 0)
 
 
-def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+def _names(node: ast.AST) -> list[ast.Name]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
 def as_dynamo_settings(settings: Any) -> Mapping[str, Any]:

@@ -186,6 +186,24 @@ def loop_over_rows(x):
     return x
 
 
+def scaled_by_size(x, size=None):
+    if size is None:
+        size = int(x.sign().max()) + 1 if x.numel() > 0 else 0
+    if size is not None:
+        x = x * size
+    return x
+
+
+def test_a_setting_is_named_for_code_between_decisions_about_other_values():
+    class Scales(Item):
+        def forward(self, x):
+            return self.net(scaled_by_size(x))
+
+    callback = InductorCompile("default", None, baseline_steps=0)
+    fit(callback, make=lambda: Classifier(Scales()), train=4, validation=None)
+    assert "'capture_scalar_outputs': True}} may remove 1 of 1 graph break" in next_step(callback.report)
+
+
 @pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning")  # with the settings, torch 2.11 fails
 @pytest.mark.parametrize("decide", [branch_on_truth_value, branch_on_number, loop_over_number, loop_over_rows])
 def test_no_setting_is_named_for_code_that_decides_which_code_runs(decide):
