@@ -9,7 +9,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from compile_callbacks._utils.messages import check_choice, check_type
 
@@ -35,25 +35,17 @@ FUNCTIONS["logging"] = tuple(function for name in _LEVELS for function in FUNCTI
 """The functions that a setting can list. ``"logging.info"`` is also the method ``info`` of each logger, and
 ``"logging"`` is all of them."""
 
-
-class Healing(NamedTuple):
-    """The setting that may remove one kind of graph break."""
-
-    kind: str  # a pattern for torch's reason, whose first line is the name of the kind in torch's registry
-    setting: str
-    value: Any = True
-
-
-HEALINGS = (
-    Healing(r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs"),
-    Healing(r"Data dependent operator\n.*capture_scalar_outputs", "capture_scalar_outputs"),
-    Healing(r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops"),
-    Healing(r".* builtin operator `print` .*has_kwargs False", "reorderable_logging_functions", ("print",)),
-    Healing(r".* Python builtin `_warnings\.warn`", "reorderable_logging_functions", ("warnings.warn",)),
-    Healing(r"logging\.Logger method not supported", "ignore_logging_functions", ("logging",)),
-    Healing(r"Unsupported .*LoggingLoggerVariable", "ignore_logging_functions", ("logging",)),
+HEALINGS: tuple[tuple[str, str, Any], ...] = (
+    (r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs", True),
+    (r"Data dependent operator\n.*capture_scalar_outputs", "capture_scalar_outputs", True),
+    (r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops", True),
+    (r".* builtin operator `print` .*has_kwargs False", "reorderable_logging_functions", ("print",)),
+    (r".* Python builtin `_warnings\.warn`", "reorderable_logging_functions", ("warnings.warn",)),
+    (r"logging\.Logger method not supported", "ignore_logging_functions", ("logging",)),
+    (r"Unsupported .*LoggingLoggerVariable", "ignore_logging_functions", ("logging",)),
 )
-"""The kinds of graph breaks that a setting may remove (torch 2.11 and 2.15)."""
+"""The kinds of graph breaks that a setting may remove (torch 2.11 and 2.15): a pattern for torch's reason, the setting
+and its value. The first line of a reason is the name of the kind in torch's registry."""
 
 SET_UNASKED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 """The settings that change nothing that a user sees. ``"auto"`` tries them. The report only names the others, which
@@ -69,11 +61,11 @@ def healing_settings(breaks: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any
     count = 0
     for each in breaks:
         reason = str(each.get("reason", "")).lstrip()
-        healing = next((healing for healing in HEALINGS if re.match(healing.kind, reason, re.DOTALL)), None)
-        if healing is not None and not (healing.setting in SET_UNASKED and _branches(each)):
-            count += 1
-            known = settings.get(healing.setting, ())
-            settings[healing.setting] = True if healing.value is True else tuple(sorted({*known, *healing.value}))
+        for kind, setting, value in HEALINGS:
+            if re.match(kind, reason, re.DOTALL) and not (setting in SET_UNASKED and _branches(each)):
+                count += 1
+                settings[setting] = True if value is True else tuple(sorted({*settings.get(setting, ()), *value}))
+                break
     return settings, count
 
 
