@@ -3,12 +3,13 @@
 # make test-fast: unit tests and a few fits, for while you edit
 # make test-slow: tests of several processes, of an empty cache, and others that take many seconds
 # make test-oldest: what depends on torch or Lightning, on their oldest versions that are supported
+# make test-newest-python: unit tests and a few fits on the newest Python of this machine
 # make test-random: 200 random modules, each trained with the callback and without
 # make test-models: small models of other packages, each trained with the callback and without
 # make examples: every example in a short form
 # make lint: ruff and mypy
 # make docs: the documentation site, in site/index.html
-# make dist: sdist and wheel in dist/, the wheel looked at and imported
+# make dist: sdist and wheel in dist/, built twice and compared, the wheel tried, and the examples typed with it
 #
 # Each works alone, from a fresh clone: the first one makes the environment .venv here.
 
@@ -19,6 +20,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 BIN_OLDEST := .venv-oldest/bin
 INSTALLED_OLDEST := .venv-oldest/.installed
+BIN_NEWEST := .venv-newest-python/bin
+INSTALLED_NEWEST := .venv-newest-python/.installed
 BIN_MODELS := .venv-models/bin
 INSTALLED_MODELS := .venv-models/.installed
 OLDEST := torch==2.11.0 torchvision==0.26.0 lightning==2.5.6
@@ -33,10 +36,12 @@ export UV_HTTP_TIMEOUT ?= 300
 # Lightning anew, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-oldest test-random test-models examples lint docs dist clean
+.PHONY: demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.9 $(ARGS)
+
+TYPED := --ignore-missing-imports --check-untyped-defs --cache-dir ../.mypy_cache
 
 PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
@@ -51,6 +56,15 @@ test-slow: $(INSTALLED)
 
 test-oldest: $(INSTALLED_OLDEST)
 	$(BIN_OLDEST)/python $(PYTEST) -m all_versions $(ARGS)
+
+# The newest Python that torch supports and that this machine has, with uv, pyenv or the system. None is downloaded.
+NEWEST = $(shell for minor in 15 14 13 12; do PATH="$$PATH:$$(printf '%s:' $$HOME/.pyenv/versions/*/bin)" \
+	$(BIN)/uv python find --no-python-downloads --no-project 3.$$minor 2> /dev/null && break; done)
+
+test-newest-python: $(INSTALLED)
+	@if [ -z "$(NEWEST)" ]; then echo "skipped: this machine has no Python newer than 3.11"; \
+	else $(MAKE) --no-print-directory $(INSTALLED_NEWEST) && \
+	$(BIN_NEWEST)/python $(PYTEST) -m "not slow" tests/unit tests/lightning/test_stages.py $(ARGS); fi
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)
@@ -79,20 +93,25 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The variable silences an advertisement for another site generator, as its text says.
+# The variable silences the theme's notice of its end of life; CONTRIBUTING.md says what follows from it. With --quiet,
+# mkdocs would not count the warnings that --strict turns into an error.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# uv builds the wheel from the sdist, so that both are tried.
+# uv builds the wheel from the sdist, so that both are tried. The second build must give the same bytes. mypy reads the
+# types of the library from the wheel, as it does for a user.
 dist: $(INSTALLED)
 	rm -rf dist build
 	$(BIN)/uv build --quiet --python $(BIN)/python
+	$(BIN)/uv build --quiet --python $(BIN)/python --out-dir build/again
+	diff --recursive dist build/again
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target build/wheel dist/*.whl
 	$(BIN)/python .ci/check_dist.py dist build/wheel
+	cd examples && PYTHONPATH=../build/wheel ../$(BIN)/mypy --config-file= $(TYPED) .
 
 # Logs and checkpoints of the examples, in runs, stay.
 clean:
-	rm -rf .venv .venv-oldest .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-oldest .venv-newest-python .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 # torch and torchvision come together, from one index: a torchvision beside another build of torch cannot be imported.
 $(INSTALLED): pyproject.toml
@@ -104,6 +123,11 @@ $(INSTALLED): pyproject.toml
 $(INSTALLED_OLDEST): $(INSTALLED)
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
 	$(BIN)/uv pip install --quiet --python $(BIN_OLDEST)/python --editable '.[dev]' $(OLDEST)
+	touch $@
+
+$(INSTALLED_NEWEST): $(INSTALLED)
+	$(BIN)/uv venv --quiet --clear --python "$(NEWEST)" .venv-newest-python
+	$(BIN)/uv pip install --quiet --python $(BIN_NEWEST)/python --editable '.[dev]'
 	touch $@
 
 $(INSTALLED_MODELS): $(INSTALLED)

@@ -20,6 +20,27 @@ assert [compile_callbacks.__name__ and getattr(compile_callbacks, name) for name
 print(importlib.metadata.version("compile-callbacks"))
 """
 
+# A user's script, which does not name this library.
+SCRIPT = """
+import sys, torch, lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+trainer = pl.Trainer(accelerator="cpu", max_steps=30, limit_val_batches=1, logger=False, enable_checkpointing=False)
+trainer.fit(BoringModel())
+added = [callback for callback in trainer.callbacks if type(callback).__module__.startswith("compile_callbacks")]
+print([(callback.report.train.mode, callback.report.train.graphs > 0) for callback in added])
+"""
+
+
+def run_script(folder: Path, mode: str | None) -> str:
+    """Run the script with the wheel that is unpacked in a folder, and return its last line."""
+    environment = {name: value for name, value in os.environ.items() if name != "COMPILE_CALLBACKS"}
+    environment |= {"PYTHONPATH": str(folder.resolve())} | ({"COMPILE_CALLBACKS": mode} if mode else {})
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    return subprocess.run(
+        command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()[-1]
+
 
 def main(dist: Path, folder: Path) -> None:
     [wheel], [sdist] = dist.glob("*.whl"), dist.glob("*.tar.gz")
@@ -46,6 +67,8 @@ def main(dist: Path, folder: Path) -> None:
     ).stdout.strip()
     assert version in wheel.name, (version, wheel.name)
     assert version in sdist.name, (version, sdist.name)
+    assert run_script(folder, None) == "[]"
+    assert run_script(folder, "default") == "[('default', True)]"
     print(f"{wheel.name}: {len(inside)} files; {sdist.name}: {len(files)} files; imports as {version}")
 
 

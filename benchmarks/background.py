@@ -29,6 +29,7 @@ import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from models import make
 from tables import Row, parser_for, print_columns, save, say
 from trainer import Classifier, loader, make_trainer, synchronize
@@ -78,6 +79,7 @@ class Clock(pl.Callback):
 def run(args: argparse.Namespace, way: str) -> Row:
     """One way, in this process."""
     warnings.simplefilter("ignore")
+    torch.set_float32_matmul_precision("high")
     net, images, labels = make(args.model, args.batch_size, args.image_size, args.device)
     module = Classifier(net)
     callback = None
@@ -142,8 +144,9 @@ def main() -> None:
             subprocess.run(command, env={**os.environ, **cache, "ROW": f"{folder}/row"}, check=True)
             rows[way] = json.loads(Path(folder, "row").read_text())
         say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
+        found = rows[way].pop("environment")
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
-        save(args.json, f"background: {args.model}, batch {args.batch_size}", known, rows[way]["environment"])
+        save(args.json, f"{args.model}, batch {args.batch_size}, {args.mode}", known, found)
     print_columns(COLUMNS, known)
     if {EAGER, BY_HAND, BACKGROUND} <= rows.keys():
         print_columns({"minutes": "{}", "eager_s": "{:.0f}", "by_hand_s": "{:.0f}", "background_s": "{:.0f}",

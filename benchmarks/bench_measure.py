@@ -6,11 +6,14 @@ import contextlib
 import copy
 import datetime as dt
 import math
+import os
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,13 +206,24 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
     return {"speedup": found.ratio, "speedup_interval": [found.low, found.high], "faster": found.outcome == "faster"}
 
 
+def commit() -> str | None:
+    """Return the commit of this clone, or the variable COMMIT if this is no clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        found = ""
+    return found or os.environ.get("COMMIT")
+
+
 def as_result(
     title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return rows as JSON-ready data. ``found`` is the `environment` of the process that ran the steps."""
     found = found or environment()
     versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
-    head = {"title": title, "date": dt.datetime.now(dt.UTC).date().isoformat(), "device": found["device"]}
+    date = dt.datetime.now(dt.UTC).date().isoformat()
+    head = {"title": title, "date": date, "commit": commit(), "device": found["device"]}
     return {**head, "versions": versions, "command": command, "rows": list(rows)}
 
 

@@ -26,7 +26,11 @@ from bench_measure import alternate, summarize
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload. ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials."""
+    """A workload.
+
+    ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials. An ``ordinary``
+    workload trains with AdamW and logs the loss, and the callback has its default settings.
+    """
 
     model: str  # a name that `models.make` takes
     phase: Literal["train", "infer"]
@@ -34,6 +38,7 @@ class Workload:
     image_size: int
     device: str
     run_steps: int
+    ordinary: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Variant:
     compiled: Literal["child", "module", "callback"] | None = None  # by hand, Lightning's own, or by this library
     mode: Any = None
     targets: Any = None  # of the callback
+    background: bool = False  # of the callback
     passes: tuple[str, ...] = ()  # names of graph passes for the callback
 
 
@@ -116,6 +122,8 @@ class Process:
         return {
             **vars(self.work), "way": self.way.name, **summarize(block_ms), "steps_per_block": self.steps,
             "block_ms": list(block_ms), "trials": trials, "graphs": report.get("graphs"), "failure": self.failure,
+            "verdict": report.get("verdict"), "reported_speedup": report.get("speedup"),
+            "break_even_steps": report.get("break_even_steps"),
             "chosen": next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None), **info,
         }  # fmt: skip
 

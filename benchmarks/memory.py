@@ -147,13 +147,6 @@ def in_own_process(way: str) -> Row:
         return row
 
 
-def commit() -> str | None:
-    """Return the commit of this clone, or ``None`` if this is no clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
@@ -161,7 +154,6 @@ def main() -> None:
     add("--batch-size", type=int, default=8)
     add("--budget", type=float, default=0.5, help="activation_memory_budget of the last way")
     add("--tiny", action="store_true", help="a tiny model, to test the script")
-    add("--commit", help="the commit, if this folder is no clone")
     add("--way", choices=list(CALLBACKS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -175,7 +167,6 @@ def main() -> None:
         found = rows[-1].pop("environment")
     title = f"a {'tiny ' if args.tiny else ''}model like GPT-2, training, batch {args.batch_size}"
     result = as_result(title, rows, command_line(), found)
-    result = {"title": result.pop("title"), "commit": args.commit or commit(), **result}
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{title}, commit {result['commit']}")

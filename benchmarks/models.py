@@ -1,4 +1,4 @@
-"""Models by name: torchvision models, timm models as timm/NAME, and transformers as blocks-DEPTH."""
+"""Models by name: torchvision models, timm models as timm/NAME, gpt2, bert, unet, and transformers as blocks-DEPTH."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, HEADS, TOKENS = 256, 4, 128  # narrow, so that depth dominates the compile time
+TEXT_TOKENS = 512
 
 
 class Block(nn.Module):
@@ -39,12 +40,67 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
+class LanguageModel(nn.Module):
+    """GPT-2 or BERT of Hugging Face with new weights; tokens (N, T) in, logits (N * T, V) out."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import transformers
+
+        if name == "gpt2":
+            self.net = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+        else:
+            self.net = transformers.BertForMaskedLM(transformers.BertConfig())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens).logits.flatten(0, 1)
+
+
+class UNet(nn.Module):
+    """A U-Net with batch norm; images (N, 3, H, W) in, logits (N, 21, H, W) out; H and W are multiples of 16."""
+
+    def __init__(self, widths: tuple[int, ...] = (64, 128, 256, 512)) -> None:
+        super().__init__()
+        inputs, outputs = (3, *widths[:-1]), widths
+        self.down = nn.ModuleList(double_conv(*pair) for pair in zip(inputs, outputs, strict=True))
+        self.middle = double_conv(widths[-1], 2 * widths[-1])
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * width, width, 2, 2) for width in reversed(widths))
+        self.join = nn.ModuleList(double_conv(2 * width, width) for width in reversed(widths))
+        self.head = nn.Conv2d(widths[0], 21, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = []
+        for down in self.down:
+            skipped.append(down(x))
+            x = nn.functional.max_pool2d(skipped[-1], 2)
+        x = self.middle(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([skipped.pop(), up(x)], dim=1))
+        return self.head(x)
+
+
+def double_conv(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+    )  # fmt: skip
+
+
 def make(name: str, batch_size: int, image_size: int = 224, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
     """A model, a batch for it and labels; images and convolution weights use the channels-last memory format."""
     torch.manual_seed(0)
     if name.startswith("blocks-"):
         net: nn.Module = Transformer(int(name.removeprefix("blocks-"))).to(device)
         inputs = torch.randn(batch_size, TOKENS, WIDTH, device=device)
+    elif name in ("gpt2", "bert"):
+        net = LanguageModel(name).to(device)
+        inputs = torch.randint(30_000, (batch_size, TEXT_TOKENS), device=device)
+        return net, inputs, inputs.flatten()
+    elif name == "unet":
+        net = UNet().to(device, memory_format=torch.channels_last)
+        inputs = torch.randn(batch_size, 3, image_size, image_size, device=device)
+        labels = torch.randint(21, (batch_size, image_size, image_size), device=device)
+        return net, inputs.to(memory_format=torch.channels_last), labels
     else:
         net = create(name).to(device, memory_format=torch.channels_last)
         inputs = torch.randn(batch_size, 3, image_size, image_size)

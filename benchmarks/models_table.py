@@ -34,8 +34,8 @@ ROOT = Path(__file__).parent.parent
 TITLE = "Small models of other packages: eager and with the callback"
 FAMILIES = ("loops", "texts", "vision", "test_forecasting")
 PACKAGES = (
-    "lightly", "monai", "neuralforecast", "peft", "pytorch-forecasting", "segmentation-models-pytorch", "timm",
-    "torch-geometric", "torchvision", "transformers",
+    "anomalib", "lightly", "monai", "neuralforecast", "peft", "pytorch-forecasting", "segmentation-models-pytorch",
+    "timm", "torch-geometric", "torchvision", "transformers",
 )  # fmt: skip
 COLUMNS = {
     "model": "{}", "phase": "{}", "graphs": "{}", "recompiles": "{}", "breaks": "{}", "frames": "{}", "traces": "{}",

@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,19 @@ def command_line() -> str:
         position = arguments.index("--json")
         del arguments[position : position + 2]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
+def in_own_process(*work: str) -> Row | None:
+    """Run this script with ``--run`` in a process with an empty cache, and return its row; ``None`` if it fails.
+
+    The process writes the row, as JSON, to the file that the variable ROW names.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        command = [sys.executable, *sys.argv, "--run", *work]
+        subprocess.run(command, env={**os.environ, **caches, "ROW": f"{folder}/row"}, check=False)
+        row = Path(folder, "row")
+        return json.loads(row.read_text()) if row.exists() else None
 
 
 def print_environment(result: Mapping[str, Any]) -> None:

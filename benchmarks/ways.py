@@ -19,7 +19,7 @@ import torch._inductor.config
 from conduct import Variant, Workload
 from models import make
 from torch import Tensor
-from trainer import Classifier, loader, make_trainer
+from trainer import Classifier, Ordinary, loader, make_trainer
 from turn import Turn
 
 import compile_callbacks.passes
@@ -87,6 +87,9 @@ class Pacer(pl.Callback):
             use_few_cores()
         info = {"first_step_seconds": first_step_seconds, "prepare_seconds": seconds, "prepare_steps": done}
         info |= {"compile_seconds": turn.compile_seconds, "environment": environment()}
+        if torch.cuda.is_initialized():
+            info["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
+            info["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
         self._connection.send(("ready", info | self._info()))
         while (steps := self._connection.recv()) is not None:
             for _ in range(WARM_UP_STEPS):
@@ -135,7 +138,7 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
     turn.take()
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
     turn.give()
-    module = Classifier(net)
+    module = (Ordinary if work.ordinary else Classifier)(net)
     if way.compiled == "child":
         module.net = torch.compile(net, mode=way.mode)
     if way.compiled == "callback":
@@ -144,11 +147,14 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
         # "auto" rejects a candidate with other results; for the other ways, results are not the subject here.
         verify = "warn" if way.mode == "auto" else "off"
         passes = [getattr(compile_callbacks.passes, name)() for name in way.passes]
-        callback = InductorCompile(**modes, targets=way.targets, passes=passes, baseline_steps=0, verify=verify)
+        settings = {} if work.ordinary else {"baseline_steps": 0, "verify": verify}
+        callback = InductorCompile(**modes, targets=way.targets, passes=passes, background=way.background, **settings)
 
         def settled() -> bool:
-            diagnostics = getattr(callback.report, phase).diagnostics
-            trials = diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
+            report = getattr(callback.report, phase)
+            if way.background:
+                return bool(report.diagnostics.steps.get("compiled"))
+            trials = report.diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
             return any(trial["verdict"] == "chosen" for trial in trials)
 
         def info() -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Make the pictures in docs/images: the plot of a run, TensorBoard, and the report in a terminal. Run the notebook.
 
-The script trains the module of the page "Get started" twice: once as on the page, and once with a last batch that is
-smaller, which recompiles. A headless Chromium then opens their logs in TensorBoard, and the pages. The notebook gets
-its outputs. The script needs Chromium with chromedriver, and `pip install nbclient ipykernel` for the notebook.
+The script runs the code of the page "Get started" twice, as the page does, with one thread, and writes the lines that
+the runs logged into the page. A third run has a smaller last batch, which recompiles; only the page about the report
+shows it. A headless Chromium then opens the logs in TensorBoard, and the pages. The notebook gets its outputs. The
+script needs Chromium with chromedriver, and `pip install nbclient ipykernel` for the notebook.
 
     python docs/screenshots.py              # trains first; a few minutes on two CPU cores
-    python docs/screenshots.py LOGDIR       # uses the logs of an earlier run
+    python docs/screenshots.py FOLDER       # trains in this folder, or uses the runs that are in it
     python docs/screenshots.py --only site  # some of the pictures; "site", "readme" and "notebook" need no logs
 """
 
@@ -20,19 +21,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import browser
-import lightning.pytorch as pl
 import markdown
-import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileReport, InductorCompile
+from compile_callbacks import CompileReport
 from compile_callbacks.report.console import to_plain_text
 from compile_callbacks.report.data import FILE_NAME
 from compile_callbacks.report.file import read_records
@@ -40,80 +36,57 @@ from compile_callbacks.report.loggers import PLOT_TAG
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-RUNS = {"start": True, "ragged": False}
-"""The names of the runs in TensorBoard, and whether their last batch is dropped."""
+START = ROOT / "docs" / "get_started" / "cpu.md"
 PICTURES = ("steps", "tensorboard", "terminal", "notebook", "readme", "site")
 
 
-def start_page() -> dict[str, Any]:
-    """Run the first block of the page "Get started": the module and its data."""
-    block = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.DOTALL)
-    assert block is not None
-    names: dict[str, Any] = {}
-    exec(block[1], names)
-    return names
+def train_all(folder: Path) -> None:
+    """Run the code of the page "Get started" twice, and once with a smaller last batch in the folder ragged."""
+    page = START.read_text()
+    module, fit, look = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    logged = [train(folder, module + fit + look), train(folder, module + fit + look)]
+    ragged = (module + fit).replace("[1280, 517]", "[1250, 547]")
+    assert ragged != module + fit
+    train(folder / "ragged", ragged)
+    lines = iter(["\n".join(logged[0][1:]), "\n".join(logged[1])])
+    START.write_text(re.sub(r"(?<=```text\n)compiling.*?(?=\n```)", lambda _: next(lines), page, flags=re.DOTALL))
 
 
-def fit(name: str, logdir: Path) -> None:
-    """Train the module of the page "Get started" once."""
-    torch.set_num_threads(1)  # the model is too small for two threads, and one varies less on a busy machine
-    pl.seed_everything(0)
-    page = start_page()
-    trainer = pl.Trainer(
-        max_epochs=20,
-        callbacks=[InductorCompile()],
-        logger=TensorBoardLogger(logdir, name="", version=name),
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        log_every_n_steps=10,
-        accelerator="cpu",
+def train(folder: Path, code: str) -> list[str]:
+    """Run the code in a process of its own, and return the lines about the train phase's compile that it logged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "start.py").write_text(code)
+    result = subprocess.run(
+        [sys.executable, "start.py"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
     )
-    train = DataLoader(torch.utils.data.Subset(page["train"], range(1250)), 64, shuffle=True, drop_last=RUNS[name])
-    trainer.fit(page["Digits"](), train, DataLoader(page["val"], 64, drop_last=True))
+    return [line for line in result.stderr.splitlines() if line.startswith("compiling ") and "train phase" in line]
 
 
-def fit_all(logdir: Path) -> None:
-    """Train each run in its own process, with an empty compiler cache."""
-    for name in RUNS:
-        with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, __file__, "--fit", name, str(logdir)]
-            subprocess.run(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}, check=True)
-
-
-def show_tensorboard(logdir: Path) -> None:
-    """Save pictures of the tabs that the page "The report" describes."""
+def show_tensorboard(logdir: Path, tab: str, height: int, selector: str, count: int) -> None:
+    """Save a picture of a tab, once a number of elements that match a CSS selector are visible."""
     with browser.tensorboard(logdir) as address, browser.chromium() as driver:
-
-        def show(tab: str, ready: Any, width: int, height: int) -> None:
-            driver.set_window_size(width, height)
-            driver.get("about:blank")
-            driver.get(f"{address}#{tab}")
-            browser.wait_for(driver, ready, tab)
-
-        def save(name: str) -> None:
-            driver.execute_async_script("setTimeout(arguments[0], 2500)")  # charts are drawn with a transition
-            driver.save_screenshot(str(IMAGES / f"tensorboard-{name}.png"))
-
-        def some(selector: str, count: int) -> Any:
-            return lambda: len(browser.visible(driver, selector)) >= count
-
-        show("custom_scalars", some("path.line", 8), 1400, 1100)
-        save("custom-scalars")
-        show("text", some("td", 20), 1400, 880)
-        save("text")
+        driver.set_window_size(1400, height)
+        driver.get(f"{address}#{tab}")
+        browser.wait_for(driver, lambda: len(browser.visible(driver, selector)) >= count, tab)
+        driver.execute_async_script("setTimeout(arguments[0], 2500)")  # charts are drawn with a transition
+        driver.save_screenshot(str(IMAGES / f"tensorboard-{tab.replace('_', '-')}.png"))
 
 
-def save_steps(logdir: Path) -> None:
-    """Save the plot of the first run, from its log."""
-    log = EventAccumulator(str(logdir / next(iter(RUNS))))
+def save_steps(run: Path) -> None:
+    """Save the plot of a run, from its log."""
+    log = EventAccumulator(str(run))
     log.Reload()
     (IMAGES / "steps.png").write_bytes(log.Images(PLOT_TAG)[-1].encoded_image_string)
 
 
-def show_terminal(logdir: Path) -> None:
+def show_terminal(run: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    report = CompileReport.from_dict(read_records(logdir / next(iter(RUNS)) / FILE_NAME)[-1]["report"])
+    report = CompileReport.from_dict(read_records(run / FILE_NAME)[-1]["report"])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     console.print(f"torch.compile report\n{to_plain_text(report, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)
@@ -174,25 +147,23 @@ def show_readme(path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train unless there are logs, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("logdir", type=Path, nargs="?", help="the logs of an earlier run (default: train)")
+    parser.add_argument("folder", type=Path, nargs="?", help="where to train (default: a temporary folder)")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, help="which pictures (default: all)")
-    parser.add_argument("--fit", choices=RUNS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.fit:
-        fit(args.fit, args.logdir)
-        return
     IMAGES.mkdir(exist_ok=True)
     (ROOT / "build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        logdir = args.logdir or Path(folder, "runs")
-        if args.logdir is None and set(args.only) - {"site", "readme", "notebook"}:
-            fit_all(logdir)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        first = folder / "runs" / "start" / "version_0"
+        if set(args.only) - {"site", "readme", "notebook"} and not (folder / "ragged").exists():
+            train_all(folder)
         if "steps" in args.only:
-            save_steps(logdir)
+            save_steps(first)
         if "tensorboard" in args.only:
-            show_tensorboard(logdir)
+            show_tensorboard(folder / "runs", "custom_scalars", 1100, "path.line", 8)
+            show_tensorboard(folder / "ragged" / "runs", "text", 880, "td", 20)
         if "terminal" in args.only:
-            show_terminal(logdir)
+            show_terminal(first)
         if "notebook" in args.only:
             run_notebook()
         if "readme" in args.only:

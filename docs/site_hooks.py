@@ -1,7 +1,8 @@
 """Hooks of mkdocs: they generate the pages that have another source, and edit the HTML of the API reference.
 
-Generated are the messages (from the texts of ``compile-callbacks explain``), the notebook, the changelog and the page
-for contributors, and the tables of the report's figures (from their declarations).
+Generated are the front page (from the README), the messages (from the texts of ``compile-callbacks explain``), the
+notebook, the changelog, the pages about security and for contributors, and the tables of the report's figures (from
+their declarations). The sidebar with the navigation is shown from a smaller width of the window on than in the theme.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 EXPLANATIONS = ROOT / "compile_callbacks" / "cli" / "explanations"
+WIDTHS = {"76.25em": "68.75em", "76.234375em": "68.734375em"}
+"""The smallest width of a window with a sidebar, and the largest without: the theme's, and ours (1100 px)."""
 MESSAGES_HEAD = """\
 # Messages
 
@@ -31,9 +34,11 @@ A warning is a `CompileWarning`. To turn these warnings into errors, use
 def on_files(files: Any, config: Any) -> None:
     """Add the generated pages."""
     pages = {
+        "index.md": (ROOT / "README.md").read_text().partition("## Documentation")[0].replace("(docs/", "("),
         "reference/messages.md": _messages(),
         "get_started/notebook.md": _notebook(ROOT / "examples" / "quickstart.ipynb"),
         "project/changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "project/security.md": (ROOT / "SECURITY.md").read_text(),
         "project/contributing.md": (ROOT / "CONTRIBUTING.md").read_text().replace("(docs/", "(../"),
     }
     for name, content in pages.items():
@@ -99,3 +104,14 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         return html
     html = html.replace("<p>Example::</p>", "<p><strong>Example:</strong></p>")
     return re.sub(r"docs/([\w/]+)\.md", r'<a href="../\1.html">docs/\1.md</a>', html)
+
+
+def on_post_build(config: Any) -> None:
+    """Change the width from which on the sidebar is shown, in the theme's style sheets and in its script."""
+    assets = Path(config["site_dir"], "assets")
+    for path in (*assets.glob("stylesheets/*.css"), *assets.glob("javascripts/bundle.*.js")):
+        text = path.read_text()
+        assert "76.25em" in text, f"does this version of the theme have other widths in {path.name}?"
+        for theirs, ours in WIDTHS.items():
+            text = text.replace(theirs, ours)
+        path.write_text(text)

@@ -22,7 +22,7 @@ class DigitClassifier(pl.LightningModule):
         super().__init__()
         self.lr = lr
         # Without a bias before the batch norm: its gradient is only rounding errors, which Adam scales to full steps.
-        self.backbone = nn.Sequential(
+        self.backbone: nn.Module = nn.Sequential(
             nn.Linear(64, 128, bias=False), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()
         )
         self.head = nn.Linear(64, 10)

@@ -18,6 +18,7 @@ from digits import DigitClassifier, check, loaders, make_trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from compile_callbacks import InductorCompile
 
@@ -44,9 +45,11 @@ class Sharded(RowReader):
     """The classifier. `configure_model` shards each block, and then the rest of the model."""
 
     def configure_model(self):
-        for block in self.backbone.layers:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        assert self.device_mesh is not None  # set by the strategy
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.backbone.get_submodule("layers").children():
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
 
 
 def main():
@@ -69,7 +72,8 @@ def main():
     )
     trainer.fit(model, *loaders(32))
 
-    held = sum(parameter.to_local().numel() for parameter in model.backbone.parameters())
+    parameters = model.backbone.parameters()
+    held = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
     accuracy = float(trainer.callback_metrics["accuracy"])
     checkpoint = Path(tempfile.gettempdir(), "compile_callbacks_fsdp2.ckpt")
     trainer.save_checkpoint(checkpoint)  # every process calls this, and the first process writes the file

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -75,8 +76,8 @@ class DigitClassifier(LightningModule):
         accuracy = (logits.argmax(dim=1) == labels).float().mean()
         self.log(f"{split}/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
-    def configure_optimizers(self) -> dict[str, object]:
-        lr = self.hparams.lr
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        lr = self.hparams["lr"]
         optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
@@ -161,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.fit(model, train_loader, val_loader)  # prints the report at the end
     [metrics] = trainer.test(model, test_loader, ckpt_path="best", verbose=False)
     few = Subset(test, range(min(args.batch_size, len(test))))  # one batch of a compiled shape
-    [predicted] = trainer.predict(model, DataLoader(few, args.batch_size))
+    predictions = trainer.predict(model, DataLoader(few, args.batch_size)) or []
 
-    print(f"predicted      {predicted[:16].tolist()}")
+    print(f"predicted      {torch.as_tensor(predictions[0])[:16].tolist()}")
     print(f"true digits    {test.labels[:16]}")
     print(f"test accuracy  {metrics['test/accuracy']:.4f}")
     print(f"checkpoint     {checkpoint.best_model_path}")

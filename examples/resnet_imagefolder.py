@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import FakeData, ImageFolder
@@ -61,8 +62,8 @@ class ImageClassifier(LightningModule):
         self.log("val/loss", F.cross_entropy(logits, labels), batch_size=len(labels))
         self.log("val/accuracy", accuracy, prog_bar=True, batch_size=len(labels))
 
-    def configure_optimizers(self) -> dict[str, object]:
-        lr = self.hparams.lr
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        lr = self.hparams["lr"]
         optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True)
         steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)

@@ -66,6 +66,17 @@ def import_inductor() -> float:
     return time.perf_counter() - started
 
 
+def start_compile_processes() -> None:
+    """Start Inductor's processes that compile Triton kernels, as ``backend="inductor"`` does at its first graph.
+
+    Until they have started, Inductor compiles kernels one after another.
+    """
+    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+
+    maybe_warm_pool()
+    AsyncCompile.wakeup()
+
+
 def compile_graph(
     graph_module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -68,6 +68,12 @@ class PortableGraph:
     modules: tuple[str, ...]
     sharing: tuple[int, ...]
 
+    @property
+    def has_cpu_inputs(self) -> bool:
+        """Whether an input is on the CPU, or there is no tensor among them."""
+        devices = {value.device.type for value in self.inputs if isinstance(value, _TensorInput)}
+        return "cpu" in devices or not devices
+
     def with_sizes(self, inputs: Sequence[Any]) -> PortableGraph:
         """Return the graph with the sizes of a call, for which it is compiled first of all."""
         expressions = zip(self.inputs, inputs, strict=True)

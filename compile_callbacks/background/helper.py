@@ -27,18 +27,35 @@ IDLE_SECONDS = 300.0
 LIMIT_SECONDS = 3600.0
 """The time after which a process that has not answered counts as hanging."""
 
+MAX_COMPILERS = 16
+"""The maximum number of processes that compile kernels. Two processors are left for the training."""
+
 
 class Helper:
     """The helper process of a session.
 
-    The process starts at the first request. It ends with the run, with this process, and after `IDLE_SECONDS`. If it
-    dies or hangs, the graphs stay eager, and it does not start again in this run.
+    The process starts with the run, and imports torch before the first request. It ends with the run, with this
+    process, and after `IDLE_SECONDS`. If it dies or hangs, the graphs stay eager, and it does not start again in this
+    run.
     """
 
     def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
         self._queue = requests
         self._fails = fails
         self._conversation: _Conversation | None = None
+        self._niceness = 0
+        self._compilers = 1
+
+    def start(self, *, trains_on_cpu: bool, ranks: int) -> None:
+        """Start the process before its first request.
+
+        It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
+        by spinning. With a low priority, the process would get almost no time beside them.
+        """
+        self._niceness = 0 if trains_on_cpu else 5
+        self._compilers = max(1, min(MAX_COMPILERS, ((os.cpu_count() or 1) - 2) // ranks))
+        with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
+            self._start()
 
     def poll(self) -> None:
         """Send new requests, and load the code of at most one graph. The caller calls this between two steps."""
@@ -59,7 +76,7 @@ class Helper:
         answered = self._conversation.answer() if self._conversation is not None else None
         if answered is None and (self._conversation is None or self._conversation.has_ended):
             self.stop()
-            self._conversation = _Conversation()
+            self._start()
         if isinstance(answered, _HelperFailedError):
             raise answered
         self._conversation.send(self._queue.waiting)  # type: ignore[union-attr]
@@ -75,6 +92,9 @@ class Helper:
         except Exception as error:
             reason = f"its code cannot be loaded: {in_one_line(describe_failure(error))}"
             self._fails(reason, {graph.key})
+
+    def _start(self) -> None:
+        self._conversation = _Conversation(self._niceness, self._compilers)
 
     def stop(self) -> None:
         """End the process. Graphs that still wait are requested again by the next `poll`."""
@@ -93,16 +113,23 @@ _Answer = tuple[WaitingGraph, CompileAnswer] | _HelperFailedError
 class _Conversation:
     """One helper process, and the thread that waits for its answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, niceness: int, compilers: int) -> None:
         self._requests: queue.SimpleQueue[WaitingGraph | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "compile_callbacks.background.worker", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "compile_callbacks.background.worker",
+                    str(theirs.fileno()),
+                    str(niceness),
+                ],
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=_environment(compilers),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -140,8 +167,9 @@ class _Conversation:
             try:
                 while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
                     connection.send_bytes(graph.request)
-                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
-                        _torch.portable_graphs.prepare_loading()
+                    if graph.runs_on_cpu:
+                        with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
+                            _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                     self._answers.put((graph, pickle.loads(connection.recv_bytes())))
@@ -163,8 +191,7 @@ class _Conversation:
         return f"it ended with status {code}" + (f": {lines[-1]}" if lines else "")
 
 
-def _environment() -> dict[str, str]:
+def _environment(compilers: int) -> dict[str, str]:
     """Return the environment of the process, with which it imports what this process imports."""
-    threads = max(1, min(8, (os.cpu_count() or 1) // 2))
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(compilers)}

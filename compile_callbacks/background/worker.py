@@ -11,16 +11,14 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-NICENESS = 5
-"""The priority of the process. With Linux's autogroups, it has no effect on processes of other sessions."""
-
 
 def main() -> None:
     """Receive requests, and send answers, until the process that trains closes the connection or ends."""
-    os.nice(NICENESS)
     connection = Connection(int(sys.argv[1]))
+    os.nice(int(sys.argv[2]))
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests, os.getppid()), daemon=True).start()
+    _prepare()
     while True:
         connection.send_bytes(_answer(requests.get()))
 
@@ -34,6 +32,15 @@ def _receive(connection: Connection, requests: queue.SimpleQueue[bytes], parent:
     except (EOFError, OSError):
         pass
     os.killpg(0, signal.SIGKILL)
+
+
+def _prepare() -> None:
+    """Import the compiler before the first request, which takes about ten seconds, and start its processes."""
+    from compile_callbacks import _torch
+    from compile_callbacks.graphs import requests  # noqa: F401
+
+    _torch.inductor.import_inductor()
+    _torch.inductor.start_compile_processes()
 
 
 def _answer(request: bytes) -> bytes:

@@ -73,7 +73,9 @@ class RequestedGraph:
 
     def _send(self, request: CompileRequest) -> None:
         if self._requests.in_run:
-            self._waiting = WaitingGraph(self._fallback.key, request.pickled(), self._load, self._compile_here)
+            self._waiting = WaitingGraph(
+                self._fallback.key, request.pickled(), self._load, self._compile_here, request.graph.has_cpu_inputs
+            )
             self._requests.waiting.append(self._waiting)
 
     def _load(self, answer: CompileAnswer) -> None:

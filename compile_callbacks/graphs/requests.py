@@ -107,6 +107,7 @@ class WaitingGraph:
         request: The pickled `CompileRequest`.
         load: Loads the compiled code of an answer.
         compile_here: Lets the target compile in this process instead, for the given reason.
+        runs_on_cpu: Whether compiled code of the graph runs on the CPU.
         sent_to: The process that has got the request.
     """
 
@@ -114,6 +115,7 @@ class WaitingGraph:
     request: bytes
     load: Callable[[CompileAnswer], None]
     compile_here: Callable[[str], None]
+    runs_on_cpu: bool = True
     sent_to: object = None
 
 

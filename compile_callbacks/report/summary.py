@@ -18,6 +18,9 @@ MAX_STEP_TIME_VARIATION = 0.25
 half of the interquartile range. At this value, the quartiles are 0.75 and 1.25 times the median, so equal steps differ
 by a factor of 1.67, which is as much as compiling often gains."""
 
+_SLOWED = 2.0
+"""The ratio from which the helper process of `background=True` slows steps too much."""
+
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
 
 
@@ -163,6 +166,12 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
     breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
     yield breaks + _healing(phase, report) if broken else None
+    meanwhile, eager = report.diagnostics.waiting_step_ms or 0.0, report.eager_step_ms or math.inf
+    slowed = (
+        f"steps beside the helper process took {_ms(meanwhile)} ms instead of {_ms(eager)}: leave it a processor, for"
+    )
+    slowed += " example with OMP_NUM_THREADS set to one less than their number"
+    yield slowed if meanwhile > _SLOWED * eager else None
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if unpaid and report.break_even_steps != math.inf else None

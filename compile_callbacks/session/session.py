@@ -143,6 +143,8 @@ class Session:
             self._requests.in_run, self._requests.failure = True, None
             self._requests.takes_trials = self._ranks.size == 1
             self._warnings.check_repeatable()
+        if self._helper is not None:
+            self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.decide_together else ""

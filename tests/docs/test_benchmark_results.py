@@ -63,3 +63,12 @@ def test_tables_of_models_are_those_of_their_result_files(names, monkeypatch, ca
     table = capsys.readouterr().out.strip()
     assert table.count("\n") > 10
     assert table in (ROOT / "docs" / "project" / "models_tried.md").read_text()
+
+
+def test_generated_tables_are_those_of_their_result_files(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pages = importlib.import_module("pages")
+    page = (ROOT / "docs" / "how_to" / "background.md").read_text()
+    assert pages.SECTION.search(page)[3].strip() == pages.background().strip()
+    monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
+    pages.main()

@@ -15,7 +15,7 @@ import torch._dynamo.config
 import yaml
 from lightning.pytorch import LightningDataModule
 
-from compile_callbacks import PhaseReport, cli
+from compile_callbacks import InductorCompile, PhaseReport, cli
 from compile_callbacks.passes.testing import check_pass
 from compile_callbacks.report.data import PhaseDiagnostics
 from tests.support.models import CLASSES, FEATURES, Classifier, loader
@@ -79,6 +79,26 @@ def test_the_page_of_the_report_describes_each_figure_and_scalar():
             assert line.endswith(". |")
             assert not figure.scalar or f"| `{figure.scalar}` | `{name}` |" in lines
     assert "| `eager_step_ms` | `eager step ms` | Median time" in "\n".join(lines)
+
+
+OUTSIDE_OF_THE_SITE = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md"]
+
+
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", OUTSIDE_OF_THE_SITE)
+def test_links_of_a_page_outside_of_the_site_lead_to_files_and_headings(page):
+    """`make docs` checks the links of the site."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            target = (ROOT / page).parent / file if file else ROOT / page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
 
 
 def test_the_drawing_of_the_data_path_names_functions_that_exist():
@@ -153,6 +173,9 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
     seen = set()
     for page, command in commands():
         program, *arguments = shlex.split(command, comments=True)
+        if program.startswith("COMPILE_CALLBACKS="):  # before the name of a user's script
+            InductorCompile(program.partition("=")[2])
+            continue
         if (program, *arguments[:2]) == ("python", "-m", "compile_callbacks"):
             program, arguments = "compile-callbacks", arguments[2:]
         seen.add(program)

@@ -17,7 +17,16 @@ from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
 from compile_callbacks.profiling.events import CompileKey
-from tests.support.background import Until, UntilFallback, eager_losses, is_running, pids
+from tests.support.background import (
+    Until,
+    UntilFallback,
+    compiling_pids,
+    eager_losses,
+    images,
+    is_running,
+    pids,
+    resnet18,
+)
 from tests.support.models import loader, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("background_ms")
@@ -31,7 +40,7 @@ class Kill(pl.Callback):
         self.callback, self.killed = callback, set[int]()
 
     def on_train_batch_end(self, *args: object) -> None:
-        if not self.killed and (found := pids(self.callback)):
+        if not self.killed and (found := compiling_pids(self.callback)):
             time.sleep(0.3)
             self.killed = found
             os.kill(next(iter(found)), signal.SIGKILL)
@@ -40,13 +49,13 @@ class Kill(pl.Callback):
 @all_versions
 def test_if_the_helper_process_dies_the_steps_stay_eager():
     callback = InductorCompile(background=True)
-    kill, module = Kill(callback), seeded()
+    kill, module = Kill(callback), resnet18()
     with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
-        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, loader(), loader(2))
+        trainer(callback, kill, UntilFallback(callback), max_epochs=-1).fit(module, images())
     assert len([w for w in caught if "CC308" in str(w.message)]) == 1
     assert kill.killed
     assert not pids(callback)
-    assert module.losses == eager_losses(len(module.losses)).losses
+    assert module.losses == eager_losses(len(module.losses), resnet18(), images()).losses
     train = callback.report.train
     assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
 
@@ -78,7 +87,7 @@ class Raise(pl.Callback):
         self.callback, self.pids = callback, set[int]()
 
     def on_train_batch_end(self, *args: object) -> None:
-        self.pids |= pids(self.callback)
+        self.pids |= compiling_pids(self.callback)
         if self.pids:
             raise KeyError("the user's")
 
@@ -88,9 +97,23 @@ def test_an_exception_in_the_run_ends_the_helper_process():
     callback = InductorCompile(background=True)
     failing = Raise(callback)
     with pytest.raises(KeyError, match="the user's"):
-        trainer(callback, failing, max_steps=50, max_epochs=-1).fit(seeded(), loader())
+        trainer(callback, failing, max_steps=50, max_epochs=-1).fit(resnet18(), images())
     assert failing.pids
     assert not any(is_running(pid) for pid in failing.pids)
+
+
+@pytest.mark.parametrize(("trains_on_cpu", "niceness"), [(True, 0), (False, 5)])
+def test_the_helper_process_starts_before_a_request_and_gives_way_only_to_a_gpu(trains_on_cpu, niceness):
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    helper = Helper(RequestQueue(), lambda problem, keys: pytest.fail(problem))
+    helper.start(trains_on_cpu=trains_on_cpu, ranks=1)
+    assert helper._conversation is not None
+    pid, ends = helper._conversation._process.pid, time.monotonic() + 60
+    while os.getpriority(os.PRIO_PROCESS, pid) != before + niceness and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == before + niceness
+    helper.stop()
+    assert not is_running(pid)
 
 
 class Exits:
@@ -114,18 +137,18 @@ def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
 _KILLED = """
     import sys
     from compile_callbacks import InductorCompile
-    from tests.support.background import pids
-    from tests.support.models import loader, seeded, trainer
+    from tests.support.background import compiling_pids, images, resnet18
+    from tests.support.models import trainer
     import lightning.pytorch as pl
 
     callback = InductorCompile(background=True)
 
     class Print(pl.Callback):
         def on_train_batch_end(self, *args):
-            if found := pids(callback):
+            if found := compiling_pids(callback):
                 print(*found, flush=True)
 
-    trainer(callback, Print(), max_steps=100000, max_epochs=-1).fit(seeded(), loader())
+    trainer(callback, Print(), max_steps=100000, max_epochs=-1).fit(resnet18(), images())
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cv2  # noqa: F401  anomalib imports it, and it sets environment variables
 import lightning.pytorch as pl
 import pytest
 

@@ -1,8 +1,9 @@
-"""timm, lightly, segmentation_models_pytorch, monai and torchvision: image models."""
+"""timm, lightly, segmentation_models_pytorch, monai, torchvision and anomalib: image models."""
 
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,32 @@ def boxes(batches: int, seed: int = 0) -> DataLoader:
     return DataLoader([batch(i) for i in range(batches)], batch_size=None)
 
 
+def stfpm():
+    """anomalib's student and teacher, of which the teacher would be downloaded."""
+    import timm
+    from anomalib.models import Stfpm
+
+    def random_weights(*args, pretrained, create=timm.create_model, **kwargs):
+        return create(*args, **kwargs)
+
+    with mock.patch("timm.create_model", random_weights):
+        module = Stfpm(layers=["layer1"], pre_processor=False, post_processor=False, evaluator=False, visualizer=False)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.model.student_model.parameters(), lr=0.01)
+    return module
+
+
+def inspected(batches: int) -> DataLoader:
+    from anomalib.data import ImageBatch
+
+    return DataLoader([ImageBatch(image=x, gt_label=y > 0) for x, y in images(batches)], batch_size=None)
+
+
 TRIALS = [
+    Trial(
+        name="anomalib STFPM",
+        make=stfpm,
+        train=lambda: inspected(16),  # torch 2.15 traces the validation four times because of tv_tensors.Image
+    ),
     Trial(
         name="lightly BYOL with EMA",
         make=BYOL,

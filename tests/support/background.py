@@ -6,9 +6,12 @@ import os
 import time
 
 import lightning.pytorch as pl
+import torch
+import torchvision
+from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, Classifier, loader, seeded, trainer
 
 SECONDS = 250
 
@@ -33,6 +36,11 @@ def pids(callback: InductorCompile) -> set[int]:
     return set() if conversation is None else {conversation._process.pid}
 
 
+def compiling_pids(callback: InductorCompile) -> set[int]:
+    """Return the helper process if it has got a request."""
+    return pids(callback) if any(graph.sent_to for graph in callback.session._requests.waiting) else set()
+
+
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -52,10 +60,23 @@ def run(callback: InductorCompile, *more: pl.Callback, module: Classifier | None
     return module, until
 
 
-def eager_losses(count: int, module: Classifier | None = None, **settings: object) -> Classifier:
+def eager_losses(
+    count: int, module: Classifier | None = None, data: DataLoader | None = None, **settings: object
+) -> Classifier:
     module = module or seeded()
-    trainer(max_steps=count, max_epochs=-1, **settings).fit(module, loader(), loader(2))
+    trainer(max_steps=count, max_epochs=-1, **settings).fit(module, data or loader(), loader(2) if not data else None)
     return module
+
+
+def resnet18() -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(torchvision.models.resnet18(num_classes=CLASSES))
+
+
+def images() -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 3, 32, 32, generator=generator), torch.randint(CLASSES, (16,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
 class UntilFallback(Until):

@@ -84,6 +84,12 @@ def test_noise_is_no_reason_to_change_the_settings():
         assert todo(verdict, 100.0, 112.0, (90.0, 9.0)) == again
 
 
+def test_steps_that_the_helper_process_slows_need_a_processor_more():
+    advice = "steps beside the helper process took 379 ms instead of 54.0: leave it a processor, for example with"
+    assert todo("faster", 54.0, 50.0, waiting_step_ms=379.0).startswith(advice)
+    assert todo("faster", 54.0, 50.0, waiting_step_ms=107.0) is None
+
+
 def test_the_advice_about_too_few_samples_names_the_side_that_lacks_them():
     few = report("too few samples", None, 5.0, eager_samples=0, compiled_samples=50)
     assert next_step(CompileReport(train=few)) == "run more train steps, with baseline_steps=10"

@@ -1,0 +1,52 @@
+"""An ordinary model in Lightning: AdamW, `self.log`, and each way of compiling it with its default settings.
+
+Each way is a process. All ways prepare together; then they are timed in alternating blocks of steps with nothing else
+running. "compiling" is the time that torch compiled, while up to --jobs processes compiled. "says" is the verdict of
+the report, and its speedup, from its own samples during the preparation. On a GPU everything runs in bf16 autocast.
+
+python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--ways eager auto] [--json FILE]
+"""
+
+from __future__ import annotations
+
+from conduct import Variant, Workload
+from tables import add_pacing, parser_for, print_columns, rows_of
+
+BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
+WAYS = {
+    "auto": Variant('InductorCompile("auto")', "fit", "callback", "auto"),
+    "background": Variant("InductorCompile(background=True)", "fit", "callback", "default", background=True),
+    "eager": Variant("eager", "fit"),
+    "default": Variant("InductorCompile()", "fit", "callback", "default"),
+    "reduce-overhead": Variant('InductorCompile("reduce-overhead")', "fit", "callback", "reduce-overhead"),
+    "hand": Variant("child compiled by hand, default", "fit", "child", "default"),
+    "hand-reduce-overhead": Variant("child compiled by hand, reduce-overhead", "fit", "child", "reduce-overhead"),
+    "lightning": Variant("Lightning's torch.compile(module)", "fit", "module"),
+}
+COLUMNS = {
+    "way": "{}", "first_step_seconds": "{:.1f}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}", "speedup": "{:.2f}",
+    "verdict": "{}", "reported_speedup": "{:.2f}", "break_even_steps": "{}", "peak_memory_mib": "{:.0f}",
+    "reserved_mib": "{:.0f}",
+}  # fmt: skip
+RUN_STEPS = 15_000
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
+    add_pacing(parser)
+    parser.set_defaults(prepare_steps=80)  # for a verdict
+    add = parser.add_argument
+    add("--model", required=True, help="a name of models.py")
+    add("--batch-size", type=int, help="by default 32, or that of the model")
+    add("--image-size", type=int, default=224)
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    args = parser.parse_args()
+    batch_size = args.batch_size or BATCH_SIZES.get(args.model, 32)
+    work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True)
+    groups = [(work, [WAYS[name] for name in args.ways])]
+    title = f"{args.model}, batch {batch_size}, AdamW"
+    print_columns(COLUMNS, rows_of(args, title, [groups], own_caches=True))
+
+
+if __name__ == "__main__":
+    main()
