@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "float(x)": (lambda: Breaking(lambda m, x: x * float(x.mean())), SCALAR),
     "x.tolist()": (lambda: Breaking(lambda m, x: x * x.mean(0)[:2].long().tolist()[1]), SCALAR),
     "x[: n.item()]": (lambda: Breaking(lambda m, x: x[: (x[:, 0] > -1).sum().item()]), SCALAR),
+    "torch.arange(n)": (lambda: Breaking(lambda m, x: x + torch.arange((x[:, 0] > 0).sum()).sum()), SCALAR),
     "x[x > 0]": (lambda: Breaking(lambda m, x: x - x[x > 0].mean()), SHAPE),
     "nonzero()": (lambda: Breaking(lambda m, x: x[(x[:, 0] > 0).nonzero()[:, 0]]), SHAPE),
     "masked_select()": (lambda: Breaking(lambda m, x: x + x.masked_select(x > 0).sum()), SHAPE),
@@ -103,24 +104,72 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-def models() -> dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]]:
-    """Return small models of transformers that break graphs."""
+class GraphNet(nn.Module):
+    """Two layers of PyTorch Geometric, a pooling layer over the nodes of each graph, and a linear layer."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, topk: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.topk = first, second, nn.Linear(FEATURES, 4), topk
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        from torch_geometric.nn import global_mean_pool
+
+        x = self.first(x, edge_index).relu()
+        if self.topk is not None:
+            x, edge_index, _, batch, _, _ = self.topk(x, edge_index, None, batch)
+        per_graph = (batch,) if type(self.second).__name__ == "GPSConv" else ()
+        return self.last(global_mean_pool(self.second(x, edge_index, *per_graph), batch))
+
+
+def graphs(count: int = 32) -> dict[str, Tensor]:
+    """Return a batch of graphs of 10 to 40 nodes with three edges for each node."""
+    sizes = torch.randint(10, 40, (count,)).tolist()
+    starts = torch.tensor([0, *sizes]).cumsum(0)
+    edges = [start + torch.randint(size, (2, 3 * size)) for start, size in zip(starts[:-1], sizes, strict=True)]
+    batch = torch.arange(count).repeat_interleave(torch.tensor(sizes))
+    return {"x": torch.randn(len(batch), FEATURES), "edge_index": torch.cat(edges, 1), "batch": batch}
+
+
+def words() -> dict[str, Tensor]:
+    """Return a batch of texts that end with the token 2."""
+    return {"input_ids": torch.cat([torch.randint(3, 90, (4, 63)), torch.full((4, 1), 2)], 1)}
+
+
+def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]]]:
+    """Return small models of PyTorch Geometric and transformers that break graphs, and their inputs."""
+    import torch_geometric.nn as pyg
     import transformers as hf
 
-    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 64}
-    led: dict[str, Any] = {"vocab_size": 99, "d_model": 32, "attention_window": 8}
+    sizes: dict[str, Any] = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 128}
+    sides: dict[str, Any] = {"vocab_size": 99, "d_model": 64}
     for side in ("encoder", "decoder"):
-        led |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
-        led |= {f"max_{side}_position_embeddings": 64}
-    longformer = hf.LongformerConfig(**sizes, attention_window=8, max_position_embeddings=64)
-    mixtral = hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager")
-    both = SCALAR | SHAPE
+        sides |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
+    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    led = {f"max_{side}_position_embeddings": 64 for side in ("encoder", "decoder")} | {"attention_window": 8}
+    moe: dict[str, Any] = {"num_key_value_heads": 2, "num_local_experts": 4, "experts_implementation": "eager"}
+
+    pna: dict[str, Any] = {"aggregators": ["mean", "max", "std"], "scalers": ["identity"]}
+    pna["deg"] = torch.tensor([1, 2, 3, 4])
+
+    def gcn() -> nn.Module:
+        return pyg.GCNConv(FEATURES, FEATURES)
+
     return {
-        "transformers Longformer": (lambda: hf.LongformerModel(longformer), both),
-        "transformers LED": (lambda: hf.LEDModel(hf.LEDConfig(**led)), both),
-        "transformers Mixtral, eager experts": (lambda: hf.MixtralModel(mixtral), both),
-    }
+        "PyG GCN": (lambda: GraphNet(gcn(), gcn()), graphs),
+        "PyG GPS": (lambda: GraphNet(gcn(), pyg.GPSConv(FEATURES, gcn(), heads=4)), graphs),
+        "PyG PNA": (lambda: GraphNet(*(pyg.PNAConv(FEATURES, FEATURES, **pna) for _ in range(2))), graphs),
+        "PyG TopKPooling": (lambda: GraphNet(gcn(), gcn(), pyg.TopKPooling(FEATURES)), graphs),
+        "transformers BartForSequenceClassification": (
+            lambda: hf.BartForSequenceClassification(hf.BartConfig(**sides, **tokens)), words
+        ),
+        "transformers Longformer": (
+            lambda: hf.LongformerModel(hf.LongformerConfig(**sizes, attention_window=8, max_position_embeddings=70)),
+            words,
+        ),
+        "transformers LED": (lambda: hf.LEDModel(hf.LEDConfig(**sides, **led)), words),
+        "transformers Mixtral, eager experts": (lambda: hf.MixtralModel(hf.MixtralConfig(**sizes, **moe)), words),
+    }  # fmt: skip
 
 
 def run(module: nn.Module, x: Any, dynamo: dict[str, Any] | None, steps: int = STEPS) -> dict[str, Any]:
@@ -175,13 +224,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows = []
-    for name, (make, dynamo) in (models() if arguments.models else KINDS).items():
+    for name, (make, value) in (models() if arguments.models else KINDS).items():
         if arguments.only and name not in arguments.only:
             continue
         torch.manual_seed(0)
-        module, x = make(), torch.randn(BATCH, FEATURES)
         if arguments.models:  # without dropout, which draws other numbers in compiled code
-            module, x = module.eval(), {"input_ids": torch.randint(3, 90, (2, 32))}
+            module, x, dynamo = make().eval(), value(), SCALAR | SHAPE
+        else:
+            module, x, dynamo = make(), torch.randn(BATCH, FEATURES), value
         row = {"name": name, "dynamo": dynamo, "torch": torch.__version__}
         for label, settings in (("without", None), ("with", dynamo)):
             try:

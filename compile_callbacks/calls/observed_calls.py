@@ -65,13 +65,12 @@ class ObservedCalls:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.record(args, kwargs)
             self.changing_state.call_begins(module)
-            self.changing_integers.look(module)
+            self.changing_integers.call_begins(module)
             self._running.append(self)
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._running.pop()
-            self.changing_integers.look(module)
             self.changing_state.call_ended(module)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one

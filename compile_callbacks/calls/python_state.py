@@ -84,11 +84,11 @@ class ChangingIntegers:
     def __init__(self) -> None:
         self.names: set[str] = set()  # empty before the second call of the module
         self._module_id: int | None = None  # of the first module, because repeated blocks have other integers
-        self._seen: list[dict[str, int]] = []  # before and after each call
+        self._seen: list[dict[str, int]] = []  # before each call
 
-    def look(self, module: nn.Module) -> None:
-        """Read the integers before and after an eager call, unless enough calls were observed."""
-        if len(self._seen) == 2 * EAGER_CALLS or self._module_id not in (None, id(module)):
+    def call_begins(self, module: nn.Module) -> None:
+        """Read the integers before an eager call, unless enough calls were observed."""
+        if len(self._seen) == EAGER_CALLS or self._module_id not in (None, id(module)):
             return
         self._module_id = id(module)
         self._seen.append(
@@ -99,12 +99,8 @@ class ChangingIntegers:
                 if type(value) is int
             }
         )
-        if len(self._seen) == 2 * EAGER_CALLS:
-            begin, end, next_begin, next_end = self._seen
-            for name in begin.keys() & end.keys() & next_begin.keys() & next_end.keys():
-                counts = begin[name] != end[name] and next_begin[name] != next_end[name]
-                if counts or begin[name] != next_begin[name]:
-                    self.names.add(name)
+        first, last = self._seen[0], self._seen[-1]
+        self.names |= {name for name in first.keys() & last.keys() if first[name] != last[name]}
 
 
 def python_state(module: nn.Module) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import logging
 import re
 import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from compile_callbacks._utils.messages import check_choice, check_type
 
@@ -33,41 +35,78 @@ FUNCTIONS["logging"] = tuple(function for name in _LEVELS for function in FUNCTI
 """The functions that a setting can list. ``"logging.info"`` is also the method ``info`` of each logger, and
 ``"logging"`` is all of them."""
 
-
-class Healing(NamedTuple):
-    """The setting that may remove one kind of graph break."""
-
-    kind: str  # a pattern for torch's reason, whose first line is the name of the kind in torch's registry
-    setting: str
-    value: Any = True
-
-
-HEALINGS = (
-    Healing(r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs"),
-    Healing(r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops"),
-    Healing(r".* builtin operator `print` .*has_kwargs False", "reorderable_logging_functions", ("print",)),
-    Healing(r".* Python builtin `_warnings\.warn`", "reorderable_logging_functions", ("warnings.warn",)),
-    Healing(r"logging\.Logger method not supported", "ignore_logging_functions", ("logging",)),
-    Healing(r"Unsupported .*LoggingLoggerVariable", "ignore_logging_functions", ("logging",)),
+HEALINGS: tuple[tuple[str, str, Any], ...] = (
+    (r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs", True),
+    (r"Data dependent operator\n.*capture_scalar_outputs", "capture_scalar_outputs", True),
+    (r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops", True),
+    (r".* builtin operator `print` .*has_kwargs False", "reorderable_logging_functions", ("print",)),
+    (r".* Python builtin `_warnings\.warn`", "reorderable_logging_functions", ("warnings.warn",)),
+    (r"logging\.Logger method not supported", "ignore_logging_functions", ("logging",)),
+    (r"Unsupported .*LoggingLoggerVariable", "ignore_logging_functions", ("logging",)),
 )
-"""The kinds of graph breaks that a setting may remove (torch 2.11 and 2.15)."""
+"""The kinds of graph breaks that a setting may remove (torch 2.11 and 2.15): a pattern for torch's reason, the setting
+and its value. The first line of a reason is the name of the kind in torch's registry."""
 
 SET_UNASKED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 """The settings that change nothing that a user sees. ``"auto"`` tries them. The report only names the others, which
 move or drop the lines that a target prints."""
 
 
-def healing_settings(reasons: Iterable[str]) -> tuple[dict[str, Any], int]:
-    """Return the settings that may remove graph breaks with these reasons, and the number of these graph breaks."""
+def healing_settings(breaks: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
+    """Return the settings that may remove some of these graph breaks, and the number of the graph breaks.
+
+    A graph break is the data of its `CompileEvent`. If a setting is set, torch gives other reasons than `HEALINGS` has.
+    """
     settings: dict[str, Any] = {}
     count = 0
-    for reason in reasons:
-        healing = next((each for each in HEALINGS if re.match(each.kind, reason.lstrip(), re.DOTALL)), None)
-        if healing is not None:
-            count += 1
-            known = settings.get(healing.setting, ())
-            settings[healing.setting] = True if healing.value is True else tuple(sorted({*known, *healing.value}))
+    for each in breaks:
+        reason = str(each.get("reason", "")).lstrip()
+        for kind, setting, value in HEALINGS:
+            if re.match(kind, reason, re.DOTALL) and not (setting in SET_UNASKED and _branches(each)):
+                count += 1
+                settings[setting] = True if value is True else tuple(sorted({*settings.get(setting, ()), *value}))
+                break
     return settings, count
+
+
+def _branches(graph_break: Mapping[str, Any]) -> bool:
+    """Return whether the user's code at a graph break decides which code runs, or how often a loop runs.
+
+    Such code breaks the graph with every setting, because torch does not know the values while it compiles.
+    """
+    line = graph_break.get("line") or 0
+    try:
+        tree = ast.parse("".join(linecache.getlines(str(graph_break.get("file")))))
+    except SyntaxError:
+        return False
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
+    functions = [node for node in around if isinstance(node, ast.FunctionDef)]
+    if not functions:
+        return False
+    text = ast.unparse(around[-1]).partition("\n")[0]
+    if re.search(r"\b(any|all)\([^()]*\)(\.item\(\)|$)|\bbool\(", text):  # a truth value
+        return True
+    results = {each.id for target in getattr(around[-1], "targets", ()) for each in _names(target)}
+    nodes = list(ast.walk(functions[-1]))
+    decisions = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    if "tolist()" not in text:  # torch knows the length of the list
+        decisions += [node.iter for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+    for decision in decisions:
+        condition = ast.unparse(decision)
+        if _covers(decision, line) and re.search(r"item\(\)|nonzero\(|\b(int|float)\(", condition):
+            return True
+        uses_result = decision.lineno > line and any(each.id in results for each in _names(decision))
+        if uses_result and not re.search(r" is |isinstance|\.(n?dim|dtype|device|requires_grad)\b", condition):
+            return True
+    return False
+
+
+def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or 0)
+
+
+def _names(node: ast.AST) -> list[ast.Name]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
 def as_dynamo_settings(settings: Any) -> Mapping[str, Any]:

@@ -317,8 +317,8 @@ def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[
             passes.append(graph_pass)
     if config.dynamic is not None:
         left_out["dynamic_batch decides which sizes may change"] = [f"dynamic={config.dynamic}"]
-    sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]
     if config.dynamo:
         left_out["torch.export has its own settings of Dynamo"] = [f"dynamo={dict(config.dynamo)}"]
+    sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]
     falls_back = config.template_falls_back(device)
     return options, passes, sentences if falls_back is None else [falls_back, *sentences]

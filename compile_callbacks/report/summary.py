@@ -117,7 +117,7 @@ def _claim(report: PhaseReport) -> str:
 
 
 def notes(report: RunReport) -> list[str]:
-    """Return the lines below the table: results of the candidates of a `Tune`, and figures from an earlier run."""
+    """Return the lines below the table: candidates of a `Tune`, eager modules, and figures from an earlier run."""
     lines = []
     for phase in PHASES:
         diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
@@ -126,6 +126,8 @@ def notes(report: RunReport) -> list[str]:
             for trial in diagnostics.trials
             if trial["reason"] and trial["reason"] not in verdict
         ]
+        shown = [event for event in diagnostics.events if event["kind"] in ("left_eager", "dynamo_setting")]
+        lines += [f"{phase}: {event['target']}: {event['reason']}" for event in shown]
         if diagnostics.restored:
             lines.append(f"{phase}: eager steps were measured in the run before this one")
     return lines
@@ -187,9 +189,8 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
 
 def _healing(phase: Phase, report: PhaseReport) -> str:
     """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
-    events = [event for event in _events(report, "graph_break") if "reason" in event]
-    settings, count = healing_settings(str(event["reason"]) for event in events)
-    if not count or any(name in report.mode for name in settings):  # the setting is set, and did not help
+    settings, count = healing_settings(_events(report, "graph_break"))
+    if not count:
         return ""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     mode = f"{phase}_mode={{'dynamo': {plain}}}" if report.mode == "default" else f"dynamo={plain} in {phase}_mode"

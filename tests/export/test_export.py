@@ -26,6 +26,7 @@ from compile_callbacks import (
     report_of,
     restore,
 )
+from compile_callbacks.exporting.package import package_options
 from tests.support.models import mlp
 from tests.support.wrong_passes import WrongForward
 
@@ -285,3 +286,9 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, change, error, text):
     with pytest.raises(error, match=text):
         export(**arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_package_names_the_settings_of_dynamo_that_it_omits():
+    _, _, sentences = package_options(InductorConfig(dynamo={"capture_scalar_outputs": True}), torch.device("cpu"))
+    omitted = "the package is compiled without dynamo={'capture_scalar_outputs': True}"
+    assert sentences == [f"{omitted}: torch.export has its own settings of Dynamo"]

@@ -7,16 +7,19 @@ import functools
 import logging
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.report.summary import next_step
+from compile_callbacks.profiling.recorder import CompileRecorder
+from compile_callbacks.report.summary import next_step, notes
 from compile_callbacks.tuning.tuner import Tuner
+from compile_callbacks.tuning.tuning_policy import TuningPolicy
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import FEATURES, Classifier, fit, mlp
 from tests.support.step_times import Times
@@ -78,27 +81,30 @@ def symbolic_inputs(make_net, monkeypatch):
     monkeypatch.setattr(GraphBackend, "compile", look)
     callback = InductorCompile("default", None, baseline_steps=3)
     ours = assert_fits_as_eager(callback, make=lambda: Classifier(make_net()), train=20, validation=None)
-    return symbols, callback.report.train, ours
+    return symbols, callback.report, ours
 
 
 def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does(monkeypatch):
-    symbols, train, ours = symbolic_inputs(Counting, monkeypatch)
+    symbols, report, ours = symbolic_inputs(Counting, monkeypatch)
+    train = report.train
     assert [len(each) for each in symbols] == [0, 1, 1]
     assert (train.graphs, train.fallbacks, ours.net.calls) == (3, 0, 20)  # two of them for the branch
     (event,) = [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
     assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
-    symbols, train, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
+    assert f"train: net: {event['reason']}" in notes(report)
+    symbols, report, _ = symbolic_inputs(lambda: Counting(counts=False), monkeypatch)
     assert symbols == [[]]
-    assert not [event for event in train.diagnostics.events if event["kind"] == "dynamo_setting"]
+    assert not [event for event in report.train.diagnostics.events if event["kind"] == "dynamo_setting"]
 
 
 class Several(Item):
-    """Breaks the graph three times. A setting is known for two of them."""
+    """Breaks the graph four times. A setting is known for three of them."""
 
     def forward(self, x):
         x = x * (1 + x.abs().max().item())
         torch._dynamo.graph_break()
         x = x - x[x > 0].mean()
+        x = x + torch.arange((x[:, 0] > -100).sum()).sum()
         return self.net(x)
 
 
@@ -106,9 +112,9 @@ def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
     callback = InductorCompile("default", None, baseline_steps=0)
     fit(callback, make=lambda: Classifier(Several()), validation=None)
     settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
-    assert callback.report.train.graph_breaks == 3
+    assert callback.report.train.graph_breaks == 4
     (mode, count), *_ = re.findall(r"train_mode=(\{.*\}\}) may remove (.*)", next_step(callback.report))
-    assert (ast.literal_eval(mode), count) == ({"dynamo": settings}, "2 of 3 graph breaks")
+    assert (ast.literal_eval(mode), count) == ({"dynamo": settings}, "3 of 4 graph breaks")
     healed = InductorCompile(ast.literal_eval(mode), None, baseline_steps=0)
     fit(healed, make=lambda: Classifier(Several()), validation=None)
     assert healed.report.train.graph_breaks == 1
@@ -151,6 +157,72 @@ def test_settings_for_printed_lines_are_named_and_remove_the_break(call, setting
     assert run({"dynamo": ast.literal_eval(setting)}).train.graph_breaks == 0
 
 
+def scaled_if(x, scales):
+    return x * 2 if scales else x
+
+
+def branch_on_truth_value(x):
+    scales = (x > 0).any().item()
+    return scaled_if(x, scales)
+
+
+def branch_on_number(x):
+    largest = x.max().item()
+    if largest > 0:
+        x = x * 2
+    return x
+
+
+def loop_over_number(x):
+    for _ in range(x.sign().max().int().item()):
+        x = x * 2
+    return x
+
+
+def loop_over_rows(x):
+    rows = (x[0] > 0).nonzero()
+    for row in rows:
+        x = x + row
+    return x
+
+
+def scaled_by_size(x, size=None):
+    if size is None:
+        size = int(x.sign().max()) + 1 if x.numel() > 0 else 0
+    if size is not None:
+        x = x * size
+    return x
+
+
+def test_a_setting_is_named_for_code_between_decisions_about_other_values():
+    class Scales(Item):
+        def forward(self, x):
+            return self.net(scaled_by_size(x))
+
+    callback = InductorCompile("default", None, baseline_steps=0)
+    fit(callback, make=lambda: Classifier(Scales()), train=4, validation=None)
+    assert "'capture_scalar_outputs': True}} may remove 1 of 1 graph break" in next_step(callback.report)
+
+
+@pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning")  # with the settings, torch 2.11 fails
+@pytest.mark.parametrize("decide", [branch_on_truth_value, branch_on_number, loop_over_number, loop_over_rows])
+def test_no_setting_is_named_for_code_that_decides_which_code_runs(decide):
+    class Decides(Item):
+        def forward(self, x):
+            return self.net(decide(x))
+
+    both = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    reports = {}
+    for mode in ("default", {"dynamo": both}):
+        callback = InductorCompile(mode, None, baseline_steps=0)
+        fit(callback, make=lambda: Classifier(Decides()), train=4, validation=None)
+        reports[str(mode)] = callback.report
+    without, with_both = reports.values()
+    assert without.train.graph_breaks > 0
+    assert "may remove" not in next_step(without)
+    assert with_both.train.fallbacks or with_both.train.graph_breaks >= without.train.graph_breaks
+
+
 HEALED = "dynamo={'capture_scalar_outputs': True}"
 
 
@@ -166,6 +238,56 @@ def test_auto_keeps_a_setting_only_if_steps_are_faster_than_with_the_break(monke
     if verdict == "chosen":
         assert trials[HEALED]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.8x"
     assert callback.report.train.mode == (HEALED if verdict == "chosen" else "default")
+
+
+def test_the_settings_of_a_winner_are_used_by_later_runs_and_by_resumed_runs(monkeypatch, tmp_path):
+    Times(monkeypatch, train={"eager": 10, "default": 9, HEALED: 5})
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
+
+    def run(steps, cache_dir=None, **settings):
+        callback = InductorCompile("auto", None, cache_dir=cache_dir)
+        module = fit(callback, make=make, train=steps, validation=None, **settings)
+        trials = {trial["candidate"]: trial for trial in callback.report.train.diagnostics.trials}
+        return module, callback.report.train, trials.get(HEALED, {}).get("reason") or ""
+
+    module, first, _ = run(150, tmp_path / "cache")
+    module.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert first.mode == HEALED
+    _, later, reason = run(20, tmp_path / "cache")
+    assert (later.mode, later.graph_breaks, reason[:22]) == (HEALED, 0, "won in an earlier run;")
+    resumed = {"max_epochs": 2, "ckpt_path": tmp_path / "run.ckpt"}
+    _, later, reason = run(150, **resumed)
+    assert (later.mode, later.graph_breaks, reason) == (HEALED, 0, "won in the run that this run resumes")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    checkpoint["callbacks"]["InductorCompile"]["winners"]["train"]["healing"] = ["trace_autograd_ops", 3]
+    torch.save(checkpoint, tmp_path / "run.ckpt")
+    assert "won in the run" not in run(150, **resumed)[2]  # a file cannot set other settings
+
+
+def test_a_rank_uses_the_settings_that_rank_zero_chose():
+    config = InductorConfig(dynamo={"capture_scalar_outputs": True})
+    chosen = config.key(), True, ("capture_scalar_outputs",)
+    ranks = SimpleNamespace(size=2, gather=lambda mine: [chosen, mine])
+    policy = TuningPolicy("infer", Tune("auto"), CompileRecorder(), ranks, lambda line: None)
+    policy.begin(torch.device("cpu"), {}, None, no_freezing="a reason", no_cudagraphs=None)
+    policy.stage_ends()
+    assert policy.chosen.config == config
+
+
+class TimesBool(Counting):
+    """Multiplies a count by a truth value, with which torch 2.11 fails if the count is an input of the graph."""
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x) * (self.calls * self.training)
+
+
+@pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning")
+def test_a_setting_with_which_the_compiler_fails_costs_speed_only():
+    callback = InductorCompile("default", None, baseline_steps=3)
+    ours = assert_fits_as_eager(callback, make=lambda: Classifier(TimesBool()), train=12, validation=None)
+    assert ours.net.calls == 12
+    assert callback.report.train.fallbacks == (1 if torch.__version__.startswith("2.11.") else 0)
 
 
 def test_auto_sets_nothing_that_moves_or_drops_lines(monkeypatch, capsys):
@@ -199,3 +321,4 @@ def test_the_report_names_an_lstm_that_is_left_eager():
     assert event["target"] == "lstm"
     assert callback.report.train.targets == ("net",)
     assert event["reason"] == "torch does not compile nn.LSTM well; targets='lstm' compiles it anyway"
+    assert f"train: lstm: {event['reason']}" in str(callback.report)
