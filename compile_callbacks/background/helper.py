@@ -133,7 +133,7 @@ class _Conversation:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                start_new_session=True,  # so that one signal also ends its compilers, and Ctrl-C does not reach it
+                process_group=0,  # so that one signal also ends its compilers, and Ctrl-C does not reach it
             )
         self._thread = threading.Thread(target=self._converse, args=(ours,), daemon=True, name="compile_callbacks")
         self._thread.start()
