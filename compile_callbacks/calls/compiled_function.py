@@ -166,6 +166,7 @@ class CompiledFunction:
                 # torch would skip the frame for good, also for inputs for which it has a graph.
                 first = frame.code not in call.raising_frames
                 call.raising_frames += (frame.code,)
+                call.raised_in_trace = error if is_own else call.raised_in_trace
                 if first and self.raising_calls < RAISING_CALLS:
                     return _torch.frames.run_frame_eagerly()
             if frame.is_graph_break(error):

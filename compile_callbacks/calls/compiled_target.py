@@ -174,6 +174,10 @@ class CompiledTarget:
             self._compiled_of.setdefault((signature(call.args, call.kwargs), grad_modes), set()).add(member)
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
+        if call.raised_in_trace is not None and self._function.raising_calls < RAISING_CALLS:
+            # The code does not raise what Dynamo expects, so torch need not trace it again.
+            self._function.raising_calls = RAISING_CALLS
+            self._recorder.record("graph_break", self.key, reason=str(call.raised_in_trace))
         self._function.eager_frames.update(call.failed_frames)
         if call.region_failure is not None:
             self._give_up_regions(call.region_failure)
