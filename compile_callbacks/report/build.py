@@ -163,6 +163,12 @@ class PhaseFacts:
         return self.timer.steps(self.phase, WAITING_VARIANT.name).total()
 
     @property
+    def _was_not_called(self) -> bool:
+        """Whether no step has called compiled code that was loaded."""
+        ran = self.steps["compiled"] or self.steps["partly compiled"]
+        return self.load_seconds is not None and not (ran or self.events("verify") or self.events("fallback"))
+
+    @property
     def waiting_ms(self) -> float | None:
         windows = self.timer.windows(self.phase, WAITING_VARIANT.name, "eager")
         waiting = [window for workload, of in windows.items() if workload == self.times.workload for window in of]
@@ -185,7 +191,7 @@ class PhaseFacts:
         if not self.with_details:
             return None
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
-            return "still compiling" if self.waits else "not compiled"
+            return "still compiling" if self.waits or self._was_not_called else "not compiled"
         if self.comparison is None:
             return "too few samples" if self._config is not None and self.steps.total() else None
         outcome = self.comparison.outcome

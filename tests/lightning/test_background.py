@@ -47,6 +47,31 @@ def test_training_goes_on_and_switches_to_the_compiled_code():
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
 
 
+class InterruptAfterLoad(pl.Callback):
+    """Interrupts the run in a training step when the code for validation is loaded."""
+
+    def __init__(self, callback: InductorCompile) -> None:
+        self.callback, self.ends = callback, time.monotonic() + SECONDS
+
+    def on_train_batch_end(self, *args: object) -> None:
+        session = self.callback.session
+        if session._requests.waits("infer", None):
+            while session._requests.waits("infer", None) and time.monotonic() < self.ends:
+                session._helper.poll()
+                time.sleep(0.05)
+            raise ValueError("the code is loaded")
+
+
+def test_a_phase_whose_code_was_loaded_but_not_called_is_not_compiled_yet():
+    callback = InductorCompile(None, "default", background=True)
+    interrupt = InterruptAfterLoad(callback)
+    with pytest.raises(ValueError, match="the code is loaded"):
+        trainer(callback, interrupt, max_epochs=-1).fit(seeded(), loader(), loader(16))
+    assert time.monotonic() < interrupt.ends
+    infer = callback.report.infer
+    assert (infer.graphs, infer.verdict) == (1, "still compiling")
+
+
 @all_versions
 def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
     callback = InductorCompile(background=True)
