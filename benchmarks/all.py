@@ -1,9 +1,9 @@
-"""Every table with one GPU, each by its own script, in calls that can stop and go on.
+"""Every table with one GPU, each by its own script, in calls of limited time.
 
 python benchmarks/all.py --output FOLDER [--tables NAME ...] [--seconds 580] [--list]
 
 A call runs the tables in their order, and starts a table only if its estimated duration fits into the rest of
---seconds. A table that is in the folder --output is not run again, so the next call goes on. Each script writes its
+--seconds. A table that is in the folder --output is not run again, so the next call runs the other tables. Each script writes its
 rows as it measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A
 table that does not end in time stays a part.
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=580.0, help="end within this time")
-    parser.add_argument("--list", action="store_true", help="run nothing, and print what is missing")
+    parser.add_argument("--list", action="store_true", help="run nothing, and print the missing tables")
     parser.add_argument("more", nargs="*", help="options for each script, after --")
     args = parser.parse_args()
     ends = time.perf_counter() + args.seconds

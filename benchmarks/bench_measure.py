@@ -223,7 +223,7 @@ def as_result(
     found = found or environment()
     versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
     date = dt.datetime.now(dt.UTC).date().isoformat()
-    head = {"title": title, "date": date, "commit": commit(), "device": found["device"]}
+    head = {"title": title, "commit": commit(), "date": date, "device": found["device"]}
     return {**head, "versions": versions, "command": command, "rows": list(rows)}
 
 

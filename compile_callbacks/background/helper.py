@@ -50,7 +50,7 @@ class Helper:
         """Start the process before its first request.
 
         It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
-        by spinning. With a low priority, the process would get almost no time beside them.
+        by spinning. With a low priority, the process would get almost no processor time.
         """
         self._niceness = 0 if trains_on_cpu else 5
         self._compilers = max(1, min(MAX_COMPILERS, ((os.cpu_count() or 1) - 2) // ranks))

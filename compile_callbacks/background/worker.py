@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -18,7 +19,8 @@ def main() -> None:
     os.nice(int(sys.argv[2]))
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests, os.getppid()), daemon=True).start()
-    _prepare()
+    with contextlib.suppress(Exception):  # a request then reports it
+        _prepare()
     while True:
         connection.send_bytes(_answer(requests.get()))
 

@@ -167,10 +167,8 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
     yield breaks + _healing(phase, report) if broken else None
     meanwhile, eager = report.diagnostics.waiting_step_ms or 0.0, report.eager_step_ms or math.inf
-    slowed = (
-        f"steps beside the helper process took {_ms(meanwhile)} ms instead of {_ms(eager)}: leave it a processor, for"
-    )
-    slowed += " example with OMP_NUM_THREADS set to one less than their number"
+    slowed = f"the helper process slowed {phase} steps from {_ms(eager)} to {_ms(meanwhile)} ms: leave it a processor"
+    slowed += ", for example with OMP_NUM_THREADS set to one less than their number"
     yield slowed if meanwhile > _SLOWED * eager else None
     unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"

@@ -85,7 +85,7 @@ def test_noise_is_no_reason_to_change_the_settings():
 
 
 def test_steps_that_the_helper_process_slows_need_a_processor_more():
-    advice = "steps beside the helper process took 379 ms instead of 54.0: leave it a processor, for example with"
+    advice = "the helper process slowed train steps from 54.0 to 379 ms: leave it a processor, for example with"
     assert todo("faster", 54.0, 50.0, waiting_step_ms=379.0).startswith(advice)
     assert todo("faster", 54.0, 50.0, waiting_step_ms=107.0) is None
 
