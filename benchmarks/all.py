@@ -3,9 +3,9 @@
 python benchmarks/all.py --output FOLDER [--tables NAME ...] [--seconds 580] [--list]
 
 A call runs the tables in their order, and starts a table only if its estimated duration fits into the rest of
---seconds. A table that is in the folder --output is not run again, so the next call runs the other tables. Each script writes its
-rows as it measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A
-table that does not end in time stays a part.
+--seconds. A table that is in the folder --output is not run again, so the next call runs the other tables. Each script
+writes its rows as it measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has
+ended. A table that does not end in time stays a part.
 
 Each file names the commit, the device, the versions, the date and the command. A machine that has no clone, but a copy
 of the files, needs the variable COMMIT.

@@ -53,7 +53,7 @@ def train_all(folder: Path) -> None:
 
 
 def train(folder: Path, code: str) -> list[str]:
-    """Run the code in a process of its own, and return the lines about the train phase's compile that it logged."""
+    """Run the code in a separate process, and return the lines about the train phase's compile that it logged."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "start.py").write_text(code)
     result = subprocess.run(

@@ -195,7 +195,7 @@ def boxes(batches: int, seed: int = 0) -> DataLoader:
 
 
 def stfpm():
-    """anomalib's student and teacher, of which the teacher would be downloaded."""
+    """anomalib's student and teacher. The teacher has new weights, because its own would be downloaded."""
     import timm
     from anomalib.models import Stfpm
 
