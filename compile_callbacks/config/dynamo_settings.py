@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 import logging
 import re
 import types
@@ -52,61 +50,20 @@ SET_UNASKED = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 move or drop the lines that a target prints."""
 
 
-def healing_settings(breaks: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], int]:
-    """Return the settings that may remove some of these graph breaks, and the number of the graph breaks.
+def healing_settings(reasons: Iterable[str]) -> tuple[dict[str, Any], int]:
+    """Return the settings that may remove graph breaks with these reasons, and the number of these graph breaks.
 
-    A graph break is the data of its `CompileEvent`. If a setting is set, torch gives other reasons than `HEALINGS` has.
+    If a setting is set, torch gives other reasons than `HEALINGS` has.
     """
     settings: dict[str, Any] = {}
     count = 0
-    for each in breaks:
-        reason = str(each.get("reason", "")).lstrip()
+    for reason in reasons:
         for kind, setting, value in HEALINGS:
-            if re.match(kind, reason, re.DOTALL) and not (setting in SET_UNASKED and _branches(each)):
+            if re.match(kind, reason.lstrip(), re.DOTALL):
                 count += 1
                 settings[setting] = True if value is True else tuple(sorted({*settings.get(setting, ()), *value}))
                 break
     return settings, count
-
-
-def _branches(graph_break: Mapping[str, Any]) -> bool:
-    """Return whether the user's code at a graph break decides which code runs, or how often a loop runs.
-
-    Such code breaks the graph with every setting, because torch does not know the values while it compiles.
-    """
-    line = graph_break.get("line") or 0
-    try:
-        tree = ast.parse("".join(linecache.getlines(str(graph_break.get("file")))))
-    except SyntaxError:
-        return False
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _covers(node, line)]
-    functions = [node for node in around if isinstance(node, ast.FunctionDef)]
-    if not functions:
-        return False
-    text = ast.unparse(around[-1]).partition("\n")[0]
-    if re.search(r"\b(any|all)\([^()]*\)(\.item\(\)|$)|\bbool\(", text):  # a truth value
-        return True
-    results = {each.id for target in getattr(around[-1], "targets", ()) for each in _names(target)}
-    nodes = list(ast.walk(functions[-1]))
-    decisions = [node.test for node in nodes if isinstance(node, ast.If | ast.IfExp | ast.While)]
-    if "tolist()" not in text:  # torch knows the length of the list
-        decisions += [node.iter for node in nodes if isinstance(node, ast.For | ast.comprehension)]
-    for decision in decisions:
-        condition = ast.unparse(decision)
-        if _covers(decision, line) and re.search(r"item\(\)|nonzero\(|\b(int|float)\(", condition):
-            return True
-        uses_result = decision.lineno > line and any(each.id in results for each in _names(decision))
-        if uses_result and not re.search(r" is |isinstance|\.(n?dim|dtype|device|requires_grad)\b", condition):
-            return True
-    return False
-
-
-def _covers(node: ast.stmt | ast.expr, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or 0)
-
-
-def _names(node: ast.AST) -> list[ast.Name]:
-    return [each for each in ast.walk(node) if isinstance(each, ast.Name)]
 
 
 def as_dynamo_settings(settings: Any) -> Mapping[str, Any]:

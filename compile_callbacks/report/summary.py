@@ -187,7 +187,7 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
 
 def _healing(phase: Phase, report: PhaseReport) -> str:
     """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
-    settings, count = healing_settings(_events(report, "graph_break"))
+    settings, count = healing_settings(str(event.get("reason", "")) for event in _events(report, "graph_break"))
     if not count:
         return ""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}

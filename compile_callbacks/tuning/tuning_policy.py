@@ -229,7 +229,7 @@ class TuningPolicy:
         compiles = [event for event in self._events() if event.kind in ("compile", "background")]
         compile_seconds = sum(event.seconds or 0 for event in compiles)
         seconds = self._block_seconds + time.perf_counter() - began
-        breaks = [event.to_dict() for event in self._events() if event.kind == "graph_break"]
+        breaks = [event.reason or "" for event in self._events() if event.kind == "graph_break"]
         settings = healing_settings(breaks)[0] if self._tune.candidates == AUTO else {}
         return Block(
             milliseconds,
