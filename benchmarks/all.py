@@ -46,9 +46,18 @@ TABLES = {
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),
     "background_vit": Table(f"{BACKGROUND} --model vit_b_16 --batch-size 32 --mode reduce-overhead", 180),
     "background_gpt2": Table(f"{BACKGROUND} --model gpt2 --batch-size 8 --mode default", 180),
+    **{
+        f"background_{name}": Table(f"{BACKGROUND} --model {name} --batch-size {size}", 150)
+        for name, size in {"bert": 16, "convnext_tiny": 32, "efficientnet_b0": 64, "unet": 16}.items()
+    },
+    # A model that `default` makes slower.
+    "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
     "background_max_autotune": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode max-autotune", 560),
+    "items": Table("ordinary.py --model items-24 --ways auto eager default healed hand hand-healed lightning", 200),
+    "lengths": Table("ordinary.py --model blocks-12 --lengths 40", 250),
     **{f"regions_{name}": Table(f"regions.py --models {name}", 300) for name in ("1b", "3b", "8b")},
     "regions_train_1b": Table("regions.py --models 1b --train", 300),
+    "regions_train_3b": Table("regions.py --models 3b --batch-sizes 1 --train", 200),
     "spiking": Table("spiking.py", 280),
     "scaling_depth": Table("scaling.py", 400),
     "memory": Table("memory.py", 240),

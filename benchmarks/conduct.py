@@ -29,7 +29,8 @@ class Workload:
     """A workload.
 
     ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials. An ``ordinary``
-    workload trains with AdamW and logs the loss, and the callback has its default settings.
+    workload trains with AdamW and logs the loss, and the callback has its default settings. With ``lengths``, the steps
+    get batches of different lengths in dimension 1, as many as the number says, one after another.
     """
 
     model: str  # a name that `models.make` takes
@@ -39,6 +40,7 @@ class Workload:
     device: str
     run_steps: int
     ordinary: bool = False
+    lengths: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Variant:
     targets: Any = None  # of the callback
     background: bool = False  # of the callback
     passes: tuple[str, ...] = ()  # names of graph passes for the callback
+    dynamo: tuple[str, ...] = ()  # settings of torch._dynamo.config that are set to True by hand
 
 
 Group = tuple[Workload, Sequence[Variant]]
@@ -104,6 +107,8 @@ class Process:
         milliseconds = self.block(3) or math.inf
         least = math.ceil(options.steps / options.blocks)
         self.steps = max(1, least, round(options.block_seconds * 1000 / milliseconds))
+        if self.work.lengths:  # each block has all lengths
+            self.steps += -self.steps % self.work.lengths
 
     def end(self) -> None:
         if not self._process.is_alive():

@@ -123,7 +123,7 @@ def train(job: Row, args: argparse.Namespace) -> Row:
         patches.enter_context(torch._dynamo.config.patch(options.dynamo))
         if not options.sigterm_broadcast:
             patches.enter_context(mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor"))
-        trainer.fit(module, loader((images, labels), args.steps + PROFILED_STEPS))
+        trainer.fit(module, loader([(images, labels)], args.steps + PROFILED_STEPS))
     timed = clock.block_ms[: args.steps // args.block]
     row = {"model": args.model, "phase": "train", **job, **summarize(timed[len(timed) // 2 :])}
     row |= {"block_ms": timed, **profiler.times}

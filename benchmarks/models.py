@@ -1,4 +1,7 @@
-"""Models by name: torchvision models, timm models as timm/NAME, gpt2, bert, unet, and transformers as blocks-DEPTH."""
+"""Models by name: torchvision models, timm models as timm/NAME, gpt2, bert, unet, and transformers.
+
+blocks-DEPTH is a transformer, and items-DEPTH one whose layers each read a number from the device.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,29 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
+class ClippedBlock(Block):
+    """A layer that limits the norm of its input, as code that is ported from NumPy does: it breaks the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = x.detach().square().mean().sqrt().item()
+        return super().forward(x * (1 / (1 + 1e-3 * norm)))
+
+
 class Transformer(nn.Module):
     """A stack of layers with a classifier."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, block: type[Block] = Block) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(1))
+
+
+BLOCKS: dict[str, type[Block]] = {"blocks": Block, "items": ClippedBlock}
 
 
 class LanguageModel(nn.Module):
@@ -89,8 +103,9 @@ def double_conv(inputs: int, outputs: int) -> nn.Sequential:
 def make(name: str, batch_size: int, image_size: int = 224, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
     """A model, a batch for it and labels; images and convolution weights use the channels-last memory format."""
     torch.manual_seed(0)
-    if name.startswith("blocks-"):
-        net: nn.Module = Transformer(int(name.removeprefix("blocks-"))).to(device)
+    kind, _, depth = name.partition("-")
+    if kind in BLOCKS:
+        net: nn.Module = Transformer(int(depth), BLOCKS[kind]).to(device)
         inputs = torch.randn(batch_size, TOKENS, WIDTH, device=device)
     elif name in ("gpt2", "bert"):
         net = LanguageModel(name).to(device)

@@ -37,7 +37,7 @@ def run(compiled: bool, model: str, batch_size: int, image_size: int, steps: int
     net, images, labels = make(model, batch_size, image_size, device)
     ours = InductorCompile(train_mode="default", infer_mode=None)
     trainer = make_trainer(device, *([ours] if compiled else []))
-    data = loader((images, labels), steps)
+    data = loader([(images, labels)], steps)
     started = time.perf_counter()
     trainer.fit(Classifier(net), data)
     synchronize()

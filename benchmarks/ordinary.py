@@ -4,7 +4,8 @@ Each way is a process. All ways prepare together; then they are timed in alterna
 running. "compiling" is the time that torch compiled, while up to --jobs processes compiled. "says" is the verdict of
 the report, and its speedup, from its own samples during the preparation. On a GPU everything runs in bf16 autocast.
 
-python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--ways eager auto] [--json FILE]
+python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--lengths 40] [--ways eager auto]
+                              [--json FILE]
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from conduct import Variant, Workload
 from tables import add_pacing, parser_for, print_columns, rows_of
 
 BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
+SETTING = "capture_scalar_outputs"
+HEALED = {"dynamo": {SETTING: True}}
 WAYS = {
     "auto": Variant('InductorCompile("auto")', "fit", "callback", "auto"),
     "background": Variant("InductorCompile(background=True)", "fit", "callback", "default", background=True),
@@ -22,7 +25,10 @@ WAYS = {
     "hand": Variant("child compiled by hand, default", "fit", "child", "default"),
     "hand-reduce-overhead": Variant("child compiled by hand, reduce-overhead", "fit", "child", "reduce-overhead"),
     "lightning": Variant("Lightning's torch.compile(module)", "fit", "module"),
+    "healed": Variant(f"InductorCompile({HEALED})", "fit", "callback", HEALED),
+    "hand-healed": Variant(f"child compiled by hand, {SETTING}", "fit", "child", "default", dynamo=(SETTING,)),
 }
+ORDINARY_WAYS = [name for name in WAYS if "healed" not in name]
 COLUMNS = {
     "way": "{}", "first_step_seconds": "{:.1f}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}", "speedup": "{:.2f}",
     "verdict": "{}", "reported_speedup": "{:.2f}", "break_even_steps": "{}", "peak_memory_mib": "{:.0f}",
@@ -39,12 +45,13 @@ def main() -> None:
     add("--model", required=True, help="a name of models.py")
     add("--batch-size", type=int, help="by default 32, or that of the model")
     add("--image-size", type=int, default=224)
-    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    add("--lengths", type=int, default=0, help="number of different lengths of the batches")
+    add("--ways", nargs="+", choices=list(WAYS), default=ORDINARY_WAYS)
     args = parser.parse_args()
     batch_size = args.batch_size or BATCH_SIZES.get(args.model, 32)
-    work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True)
+    work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, True, args.lengths)
     groups = [(work, [WAYS[name] for name in args.ways])]
-    title = f"{args.model}, batch {batch_size}, AdamW"
+    title = f"{args.model}, batch {batch_size}, AdamW" + f", {args.lengths} lengths" * bool(args.lengths)
     print_columns(COLUMNS, rows_of(args, title, [groups], own_caches=True))
 
 

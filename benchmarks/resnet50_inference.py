@@ -117,7 +117,7 @@ def predict_in(args: argparse.Namespace, collect: bool) -> dict[str, float]:
         return compiled(images).clone()  # a copy outside of the memory of the CUDA graph
 
     module = Classifier(net).eval()
-    batches = loader((images, labels), args.block * args.blocks + 1)
+    batches = loader([(images, labels)], args.block * args.blocks + 1)
     watch = Interleaved({"bare loop": bare, "eager": net._call_impl}, args.block, collect)
     callback = InductorCompile(None, {"options": FROZEN}, baseline_steps=0)
     make_trainer(args.device, callback, watch).predict(module, batches, return_predictions=collect)
@@ -149,7 +149,7 @@ def validation(args: argparse.Namespace) -> list[Row]:
     compare = CompareWithEager(images)
     callback = InductorCompile("reduce-overhead", {"options": FROZEN}, baseline_steps=0)
     make_trainer(args.device, callback, compare, max_epochs=4, num_sanity_val_steps=0).fit(
-        Validated(net), loader((images, labels), 6), loader((images, labels), 3)
+        Validated(net), loader([(images, labels)], 6), loader([(images, labels)], 3)
     )
     compiles = sum(event["kind"] == "compile" for event in callback.report.infer.diagnostics.events)
     return [
@@ -173,7 +173,7 @@ def memory(args: argparse.Namespace) -> list[Row]:
         net, images, labels = make(args.model, args.batch_size, args.image_size, args.device)
         callbacks = [InductorCompile(*modes, baseline_steps=0, verify="off")] if modes else []
         make_trainer(args.device, *callbacks, max_epochs=2).fit(
-            Validated(net), loader((images, labels), 6), loader((images, labels), 3)
+            Validated(net), loader([(images, labels)], 6), loader([(images, labels)], 3)
         )
         reserved_gib = torch.cuda.max_memory_reserved() / 2**30 if args.device == "cuda" else None
         rows.append({"part": "memory", "way": name, "reserved_gib": reserved_gib})

@@ -62,7 +62,7 @@ def trainer_us(loop: str, way: str, steps: int) -> float:
         callbacks.append(pl.Callback())
     if way in ("by hand", "empty callback"):
         module.net.compile()
-    data = loader((torch.randn(8, 32), torch.randint(10, (8,))), steps)
+    data = loader([(torch.randn(8, 32), torch.randint(10, (8,)))], steps)
     trainer = make_trainer("cpu", *callbacks)
     trainer.predict(module, data) if loop == "predict" else trainer.fit(module, data)
     return step_us(ends.times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,22 +41,22 @@ class Ordinary(Classifier):
         return torch.optim.AdamW(self.parameters(), 1e-4)
 
 
-class SameBatch(Dataset):
-    """Returns the same batch in each step, so that data loading is not measured."""
+class Repeated(Dataset):
+    """Returns the same batches again and again, so that data loading is not measured."""
 
-    def __init__(self, batch: tuple[Tensor, Tensor], steps: int) -> None:
-        self.batch, self.steps = batch, steps
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], steps: int) -> None:
+        self.batches, self.steps = batches, steps
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.batch
+        return self.batches[index % len(self.batches)]
 
 
-def loader(batch: tuple[Tensor, Tensor], steps: int) -> DataLoader:
-    """A loader that returns the same batch in each step."""
-    return DataLoader(SameBatch(batch, steps), batch_size=None)
+def loader(batches: Sequence[tuple[Tensor, Tensor]], steps: int) -> DataLoader:
+    """A loader that returns the batches, one for each step, and begins again after the last."""
+    return DataLoader(Repeated(batches, steps), batch_size=None)
 
 
 def make_trainer(device: str, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:

@@ -79,7 +79,7 @@ def train(way: str, folder: str, out: Path, ranks: int, device: str) -> None:
         callbacks.append(InductorCompile(cache_dir=folder, **settings))
     strategy = "ddp" if ranks > 1 else "auto"
     trainer = make_trainer(device, *callbacks, num_sanity_val_steps=0, devices=ranks, strategy=strategy)
-    trainer.fit(module, loader((images, labels), 20 if way == DEFAULT else 3))
+    trainer.fit(module, loader([(images, labels)], 20 if way == DEFAULT else 3))
     if clock.seconds is None:
         raise SystemExit("no step captured a graph")
     (out / f"rank_{trainer.global_rank}").write_text(json.dumps([clock.seconds, environment()]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch._dynamo.config
 import torch._inductor.config
 from conduct import Variant, Workload
 from models import make
@@ -139,6 +140,8 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
     turn.give()
     module = (Ordinary if work.ordinary else Classifier)(net)
+    for setting in way.dynamo:
+        setattr(torch._dynamo.config, setting, True)
     if way.compiled == "child":
         module.net = torch.compile(net, mode=way.mode)
     if way.compiled == "callback":
@@ -164,7 +167,8 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
     else:
         callbacks = [Pacer(connection, turn, steps)]
     trainer = make_trainer(work.device, *callbacks)
-    batches = loader((inputs, labels), work.run_steps)
+    lengths = torch.randperm(inputs.shape[1] - 1)[: work.lengths] + 2  # torch compiles a length of 1 on its own
+    batches = loader([(inputs[:, :n], labels) for n in lengths.tolist()] or [(inputs, labels)], work.run_steps)
     if way.loop == "fit":
         trainer.fit(torch.compile(module) if way.compiled == "module" else module, batches)
     else:
