@@ -7,7 +7,8 @@ The ways, each with one and with several GPUs:
   while the remaining backward graphs run;
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
-The largest number of GPUs runs the first batch size also with each of `OPTIONS`. One of them leaves out Lightning's
+The largest number of GPUs runs the first batch size also with each of `OPTIONS`, and repeats the two compiled ways in
+turn, as often as --rounds says. One of them leaves out Lightning's
 broadcast before each step, which tells all ranks of a SIGTERM and makes the CPU wait until the GPU has finished the
 previous step. Processes stay alive from row to row, and share one compiler cache, which --cache keeps for the next run.
 Every process has the same batch on its device in each step. Times are medians of blocks
@@ -95,9 +96,11 @@ def jobs(args: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     for batch_size in args.batch_sizes:
         works = [{"gpus": gpus, "batch_size": batch_size} for gpus in args.gpus]
-        found += [{**work, "way": way, "options": ""} for work in works for way in args.ways]
+        found += [{**work, "way": way, "options": "", "round": 1} for work in works for way in args.ways]
         if batch_size == args.batch_sizes[0] and works[-1]["gpus"] > 1:
-            found += [{**works[-1], "way": OPTIONS[name].way, "options": name} for name in args.options]
+            again = {**works[-1], "options": ""}
+            found += [{**again, "way": way, "round": n} for n in range(2, args.rounds + 1) for way in (BY_HAND, OURS)]
+            found += [{**works[-1], "way": OPTIONS[name].way, "options": name, "round": 1} for name in args.options]
     return found
 
 
@@ -265,6 +268,7 @@ def main() -> None:
     add("--batch-sizes", type=int, nargs="+", default=[256, 1024, 128, 512], help="of each process")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add("--options", nargs="*", choices=list(OPTIONS), default=list(OPTIONS))
+    add("--rounds", type=int, default=1, help="of the two compiled ways, with the first batch size and all GPUs")
     add("--model", default="resnet50")
     add("--mode", default="default")
     add("--image-size", type=int, default=224)
