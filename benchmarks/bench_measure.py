@@ -207,13 +207,15 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
 
 
 def commit() -> str | None:
-    """Return the commit of this clone, or the variable COMMIT if this is no clone."""
+    """Return the variable COMMIT if it is set, for a copy of the files, or the commit of this clone."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # git is not installed
         found = ""
-    return found or os.environ.get("COMMIT")
+    return found or None
 
 
 def as_result(
