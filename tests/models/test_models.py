@@ -51,7 +51,7 @@ def test_a_model_trains_as_it_does_without_the_callback(trial):
 def test_auto_makes_no_model_wrong_or_slower(trial, monkeypatch):
     """ "auto" tries its candidates here even if the run is too short to repay their compile time."""
     monkeypatch.setattr(Tuner, "_why_not_compiled", lambda self, candidate: None)
-    longer = {**trial.settings, "max_epochs": 3 * (trial.settings.get("max_epochs") or 2), "num_sanity_val_steps": 0}
+    longer = {**trial.settings, "max_epochs": 12, "num_sanity_val_steps": 0}
     trial = dataclasses.replace(trial, settings=longer, after=None)
     eager, callback = run(trial), InductorCompile("auto", None)
     tuned = run(trial, callback)
