@@ -96,9 +96,9 @@ def no_gain(machine: str) -> None:
     rows = [row for row in rows if row["faster"] is False and "eager" not in row["way"]]
     lines = []
     for row in sorted(rows, key=lambda row: row["speedup"]):
-        verdict = "slower" if row["speedup_interval"][1] < 1 else "not clearly faster or slower"
+        verdict = "slower" if row["speedup_interval"][1] < 1 else "no clear difference"
         lines.append([workload(row), row["way"], with_interval(row), verdict])
-    print_table(["workload", "way", "speedup over eager (95% interval)", "steps are"], lines)
+    print_table(["workload", "way", "speedup over eager (95% interval)", "steps"], lines)
 
 
 def modes(machine: str) -> None:
