@@ -38,6 +38,7 @@ def infer_ways(modes: list[str]) -> Iterator[Variant]:
     yield from (Variant(f"bare loop, torch.compile, {mode}", "bare", "child", mode) for mode in modes)
     yield Variant("bare loop, reduce-overhead, frozen by hand", "bare", "child", FROZEN_OPTIONS)
     yield Variant("InductorBackend, reduce-overhead, frozen", "backend", "callback", FROZEN)
+    yield Variant("predict, reduce-overhead, frozen by hand", "predict", "child", FROZEN_OPTIONS)
     yield Variant("predict, InductorCompile, reduce-overhead, frozen", "predict", "callback", FROZEN)
 
 

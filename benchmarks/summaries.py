@@ -16,7 +16,7 @@ WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with t
     ],
     "resnet50_infer": [
         (f"{FROZEN}, a plain loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
-        (f"{FROZEN}, `predict`", "predict, eager", "", f"predict, InductorCompile, {FROZEN}"),
+        (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
     ],
     "ordinary_*": [
         ("default", "eager", "child compiled by hand, default", "InductorCompile()"),

@@ -140,10 +140,8 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
     turn.give()
     module = (Ordinary if work.ordinary else Classifier)(net)
-    for setting in way.dynamo:
-        setattr(torch._dynamo.config, setting, True)
     if way.compiled == "child":
-        module.net = torch.compile(net, mode=way.mode)
+        module.net = compiled_by_hand(net, way)
     if way.compiled == "callback":
         phase = "train" if way.loop == "fit" else "infer"
         modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
@@ -187,11 +185,7 @@ def in_bare_loop(work: Workload, way: Variant, connection: Connection, turn: Tur
         info["first_step_seconds"] = time.perf_counter() - started - (turn.waited_seconds - waited)
         call = backend.infer
     else:
-        options = way.mode if isinstance(way.mode, dict) else {}
-        # torch freezes if this global is set during tracing; the option alone has no effect.
-        torch._inductor.config.freezing = bool(options.get("freezing"))
-        arguments = {"options": options} if options else {"mode": way.mode}
-        forward = net if way.compiled is None else torch.compile(net, **arguments)
+        forward = net if way.compiled is None else compiled_by_hand(net, way)
 
         def call(images: Tensor) -> Tensor:
             torch.compiler.cudagraph_mark_step_begin()
@@ -203,6 +197,17 @@ def in_bare_loop(work: Workload, way: Variant, connection: Connection, turn: Tur
         while True:
             pacer.before_step()
             call(images)
+
+
+def compiled_by_hand(net: torch.nn.Module, way: Variant) -> Any:
+    """Compile as a user does. This changes global settings of torch."""
+    for setting in way.dynamo:
+        setattr(torch._dynamo.config, setting, True)
+    if not isinstance(way.mode, dict):
+        return torch.compile(net, mode=way.mode)
+    # torch freezes if this global is set during tracing; the option alone has no effect.
+    torch._inductor.config.freezing = bool(way.mode.get("freezing"))
+    return torch.compile(net, options=way.mode)
 
 
 def autocast(work: Workload) -> torch.autocast:

@@ -79,7 +79,7 @@ def finetuning():
         ("cli.main", "Classifier", (64,), list, "32-true"),
         # In float32, eager gradients with noise in the last bit of the weights differ by 100% after five steps.
         # With aten's kernels in place of generated code, torch 2.15 alone computes wrong gradients of it in float64.
-        pytest.param("resnet_digits", "DigitClassifier", (1, 8, 8), list, "64-true", marks=pytest.mark.codegen),
+        pytest.param("resnet_digits", "DigitClassifier", (1, 32, 32), list, "64-true", marks=pytest.mark.codegen),
     ],
 )
 def test_an_example_trains_as_it_does_without_the_callback(

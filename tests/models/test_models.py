@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import cv2  # noqa: F401  anomalib imports it, and it sets environment variables
 import lightning.pytorch as pl
 import pytest
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
+from compile_callbacks.tuning.tuner import Tuner
 from tests.models import loops, test_forecasting, texts, vision
-from tests.models.trial import BASELINE_STEPS, check, figures
+from tests.models.trial import BASELINE_STEPS, check, difference, equal, figures, run
 from tests.support.models import QUIET
 
 TRIALS = [trial for module in (test_forecasting, loops, texts, vision) for trial in module.TRIALS]
@@ -42,3 +45,22 @@ def test_a_model_trains_as_it_does_without_the_callback(trial):
         allow_cannot_tell=trial.chaotic,
     )
     assert result == "same" or trial.chaotic
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_auto_makes_no_model_wrong_or_slower(trial, monkeypatch):
+    """ "auto" tries its candidates here even if the run is too short to repay their compile time."""
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda self, candidate: None)
+    longer = {**trial.settings, "max_epochs": 3 * (trial.settings.get("max_epochs") or 2), "num_sanity_val_steps": 0}
+    trial = dataclasses.replace(trial, settings=longer, after=None)
+    eager, callback = run(trial), InductorCompile("auto", None)
+    tuned = run(trial, callback)
+    report = callback.report.train
+    verdicts = {each["candidate"]: each["verdict"] for each in report.diagnostics.trials}
+    print(
+        {each["candidate"]: (each["verdict"], each["median_ms"], each["reason"]) for each in report.diagnostics.trials}
+    )
+    assert "chosen" in verdicts.values(), "the run is too short for a choice"
+    assert set(verdicts) - {"eager"}
+    assert report.verdict != "slower", report
+    assert trial.chaotic or equal(eager, tuned, trial.close), difference(eager, tuned)
