@@ -45,6 +45,12 @@ COLUMNS = {
     "way": "{}", "longest_s": "{:.2f}", "meanwhile": "{}", "meanwhile_ms": "{:.2f}", "load_s": "{:.2f}",
     "steady_ms": "{:.2f}", "first_100_s": "{:.2f}", "steps": "{}", "seconds": "{:.1f}",
 }  # fmt: skip
+COMPARED = {
+    "workload": "{}", "longest_s,_by_hand": "{:.1f}", "in_the_background": "{:.1f}", "first_100_s,_eager": "{:.2f}",
+    "first_100_s,_by_hand": "{:.2f}", "first_100_s,_in_the_background": "{:.2f}", "of_them_lost_s": "{:.2f}",
+    "step_ms,_eager": "{:.1f}", "step_ms,_meanwhile": "{:.1f}", "step_ms,_by_hand": "{:.1f}",
+    "step_ms,_in_the_background": "{:.1f}",
+}  # fmt: skip
 
 
 class Clock(pl.Callback):
@@ -106,6 +112,16 @@ def run(args: argparse.Namespace, way: str) -> Row:
         }
         row |= {"waited_s": report.compile_seconds, "helper_s": report.background_seconds, "verdict": report.verdict}
     return row
+
+
+def compared(workload: str, rows: dict[str, Row]) -> Row:
+    """The three ways of a workload in one row."""
+    eager, hand, ours = (rows.get(way, {}) for way in (EAGER, BY_HAND, BACKGROUND))
+    first_100 = [row.get("first_100_s") for row in (eager, hand, ours)]
+    lost = None if None in first_100 else first_100[2] - min(first_100[:2])
+    times = [eager.get("steady_ms"), ours.get("meanwhile_ms"), hand.get("steady_ms"), ours.get("steady_ms")]
+    values = [workload, hand.get("longest_s"), ours.get("longest_s"), *first_100, lost, *times]
+    return dict(zip(COMPARED, values, strict=True))
 
 
 def regrets(rows: dict[str, Row]) -> list[Row]:

@@ -1,23 +1,20 @@
-"""Draw the chart of the README from the recorded rows of ResNet-50: docs/images/benchmark_resnet50.png.
+"""Draws the chart of the README, docs/images/benchmark_resnet50.png, from the rows of ResNet-50.
 
-python benchmarks/chart.py [--rows FILE ...] [--output FILE]
+`pages.py` draws it if the bars of the files differ from those in the comment of the picture.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from PIL import Image
+from tables import Row, read
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-BARS = {  # the label and color of each configuration, by the names of its rows
+CHART = Path(__file__).parents[1] / "docs" / "images" / "benchmark_resnet50.png"
+FILES = "h200/resnet50_*"
+BARS = {  # the label and color of each way, by the names of its rows
     "eager": ("eager", "#9aa5b1"),
     "child compiled by hand, default": ("torch.compile, default", "#7fb3d5"),
     "bare loop, torch.compile, default": ("torch.compile, default", "#7fb3d5"),
@@ -29,26 +26,40 @@ BARS = {  # the label and color of each configuration, by the names of its rows
 MODES = {"train": "training, reduce-overhead", "infer": "inference, reduce-overhead, frozen"}
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows that the chart shows."""
-    return [row for row in json.loads(path.read_text())["rows"] if row["way"] in BARS and row["step_ms"]]
+def bars() -> list[Row]:
+    """The bars, in their order: of training, then of inference, each from small to large batches."""
+    rows = [row for result in read(FILES) for row in result["rows"] if row["way"] in BARS and row["step_ms"]]
+    rows.sort(key=lambda row: (row["phase"] != "train", row["batch_size"], list(BARS).index(row["way"])))
+    return [{name: row[name] for name in ("phase", "batch_size", "way", "step_ms")} for row in rows]
 
 
-def draw(files: list[Path], output: Path) -> None:
+def drawn() -> list[Row] | None:
+    """The bars of the picture, which its comment contains."""
+    if not CHART.exists():
+        return None
+    with Image.open(CHART) as picture:
+        return json.loads(picture.info.get("Comment", "null"))
+
+
+def draw() -> None:
     """Draw one panel for each phase and batch size: bars from zero, with the milliseconds at each."""
-    rows = [row for path in files for row in rows_of(path)]
-    panels = sorted({(row["phase"], row["batch_size"]) for row in rows}, key=lambda panel: (panel[0] != "train", panel))
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = bars()
+    panels = list(dict.fromkeys((bar["phase"], bar["batch_size"]) for bar in shown))
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 3.6), squeeze=False)
     handles: dict[str, Any] = {}
     for axis, (phase, batch_size) in zip(axes[0], panels, strict=True):
-        shown = [row for row in rows if (row["phase"], row["batch_size"]) == (phase, batch_size)]
-        shown.sort(key=lambda row: list(BARS).index(row["way"]))
-        for position, row in enumerate(shown):
-            label, color = BARS[row["way"]]
-            handles[label] = axis.bar(position, row["step_ms"], color=color, width=0.8)
+        of_panel = [bar for bar in shown if (bar["phase"], bar["batch_size"]) == (phase, batch_size)]
+        for position, bar in enumerate(of_panel):
+            label, color = BARS[bar["way"]]
+            handles[label] = axis.bar(position, bar["step_ms"], color=color, width=0.8)
             axis.annotate(
-                f"{row['step_ms']:.3g}",
-                (position, row["step_ms"]),
+                f"{bar['step_ms']:.3g}",
+                (position, bar["step_ms"]),
                 xytext=(0, 2),
                 textcoords="offset points",
                 ha="center",
@@ -62,17 +73,4 @@ def draw(files: list[Path], output: Path) -> None:
     order = [label for label in dict.fromkeys(label for label, _ in BARS.values()) if label in handles]
     figure.legend([handles[label] for label in order], order, loc="lower center", ncols=len(order), frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
-    figure.savefig(output, dpi=130)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    recorded = [RESULTS / f"resnet50_{name}.json" for name in ("train", "infer", "default")]
-    parser.add_argument("--rows", type=Path, nargs="+", default=recorded)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "images" / "benchmark_resnet50.png")
-    args = parser.parse_args()
-    draw(args.rows, args.output)
-
-
-if __name__ == "__main__":
-    main()
+    figure.savefig(CHART, dpi=130, metadata={"Comment": json.dumps(shown)})

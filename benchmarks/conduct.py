@@ -123,7 +123,7 @@ class Process:
     def row(self, block_ms: Sequence[float]) -> dict[str, Any]:
         info = self.info or {}
         report = info.pop("report", None) or {}
-        trials = list(report.get("trials", ())) if self.way.mode == "auto" else []
+        trials = list(report.get("diagnostics", {}).get("trials", ())) if self.way.mode == "auto" else []
         return {
             **vars(self.work), "way": self.way.name, **summarize(block_ms), "steps_per_block": self.steps,
             "block_ms": list(block_ms), "trials": trials, "graphs": report.get("graphs"), "failure": self.failure,

@@ -85,8 +85,8 @@ OPTIONS = {
     "optimize_ddp=python_reducer": Options(dynamo={"optimize_ddp": "python_reducer", "compiled_autograd": True}),
 }
 COLUMNS = {
-    "batch_size": "{}", "gpus": "{}", "way": "{}", "options": "{}", "step_ms": "{:.2f}", "spread_ms": "{:.2f}",
-    "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "gpu_busy": "{:.2f}",
+    "batch_size": "{}", "gpus": "{}", "way": "{}", "options": "{}", "round": "{}", "step_ms": "{:.2f}",
+    "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "gpu_busy": "{:.2f}",
     "exposed_all_reduce_ms": "{:.2f}", "graphs": "{}",
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 2
 from __future__ import annotations
 
 from conduct import Variant, Workload
-from tables import add_pacing, parser_for, print_columns, rows_of
+from tables import Row, add_pacing, in_order, parser_for, print_columns, rows_of
 
 BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
 SETTING = "capture_scalar_outputs"
@@ -30,11 +30,20 @@ WAYS = {
 }
 ORDINARY_WAYS = [name for name in WAYS if "healed" not in name]
 COLUMNS = {
-    "way": "{}", "first_step_seconds": "{:.1f}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}", "speedup": "{:.2f}",
-    "verdict": "{}", "reported_speedup": "{:.2f}", "break_even_steps": "{}", "peak_memory_mib": "{:.0f}",
-    "reserved_mib": "{:.0f}",
+    "way": "{}", "first_step_seconds": "{:.1f}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}", "speedup": "{:.2f}x",
+    "speedup_interval": "{0[0]:.2f} to {0[1]:.2f}", "chosen": "{}", "verdict": "{}",
+    "reported_speedup": "{:.2f}x", "break_even_steps": "{:.0f}", "peak_memory_mib": "{:.0f}", "reserved_mib": "{:.0f}",
 }  # fmt: skip
 RUN_STEPS = 15_000
+
+
+def show(rows: list[Row]) -> None:
+    """Print a table for each model: eager, by hand, then this library."""
+    for model in in_order(rows, lambda row: row["model"]):
+        of_model = [row for row in rows if row["model"] == model]
+        lengths = f", {of_model[0]['lengths']} lengths" if of_model[0]["lengths"] else ""
+        print(f"{model}, batch {of_model[0]['batch_size']}{lengths}:\n")
+        print_columns(COLUMNS, sorted(of_model, key=lambda row: "InductorCompile" in row["way"]))
 
 
 def main() -> None:
@@ -52,7 +61,7 @@ def main() -> None:
     work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, True, args.lengths)
     groups = [(work, [WAYS[name] for name in args.ways])]
     title = f"{args.model}, batch {batch_size}, AdamW" + f", {args.lengths} lengths" * bool(args.lengths)
-    print_columns(COLUMNS, rows_of(args, title, [groups], own_caches=True))
+    show(rows_of(args, title, [groups], own_caches=True))
 
 
 if __name__ == "__main__":

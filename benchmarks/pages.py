@@ -1,7 +1,11 @@
-"""Writes the tables of the docs from the files that `all.py` wrote: ``python benchmarks/pages.py``.
+"""Writes the figures of the docs and of the README, and the README's chart, from the files in benchmarks/results:
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->`` in a page of the docs or in the README.
-``--check`` writes nothing, and fails if a table of a page is not that of its files.
+python benchmarks/pages.py [--check]
+
+In a page, figures stand between ``<!-- figures: MACHINE/NAME -->`` and ``<!-- end of figures -->``. MACHINE is a folder
+in benchmarks/results, and NAME one of `TABLES` or of `summaries.SUMMARIES`. Without a name, a section for each of
+`TABLES` stands there. A table is left out, with its heading, if the machine has no file of it. With --check, the script
+writes nothing, and fails if a page or the chart differs from the files.
 """
 
 from __future__ import annotations
@@ -9,82 +13,215 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
+import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tables import Row, print_table
+import background
+import chart
+import ddp
+import fsdp2
+import memory
+import ordinary
+import rank_faults
+import regions
+import resnet50
+import scaling
+import spiking
+import warm_start
+import zoo
+from summaries import SUMMARIES
+from tables import Row, origins, print_columns, read
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-SECTION = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+FIGURES = re.compile(r"(<!-- figures: (\w+)(?:/(\w+))? -->)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 
-def read(pattern: str) -> list[dict[str, Any]]:
-    """The results of the files that match, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+@dataclass(frozen=True)
+class Table:
+    """A section of the page of a machine: its files, what prints their rows, and its words."""
+
+    files: str
+    show: Callable[[list[Row]], None]  # each row has the title of its file, too
+    heading: str
+    text: str
 
 
-def origin(results: Sequence[dict[str, Any]]) -> str:
-    """The device, the versions, the date and the commit of results, which must be the same in all of them."""
-    facts = {
-        (
-            result["device"],
-            result["versions"]["torch"],
-            result["versions"]["lightning"],
-            result["date"],
-            result["commit"],
-        )
-        for result in results
-    }
-    if len(facts) != 1:
-        raise ValueError(f"the files of one table are of different machines or commits: {sorted(facts)}")
-    device, torch_version, lightning, date, commit = facts.pop()
-    return f"{device}, torch {torch_version}, Lightning {lightning}, commit {commit}, {date}:"
+def show_background(rows: list[Row]) -> None:
+    of_file = itertools.groupby(rows, key=lambda row: row["title"])
+    compared = (background.compared(title, {row["way"]: row for row in ways}) for title, ways in of_file)
+    print_columns(background.COMPARED, compared)
 
 
-def background() -> str:
-    """`background=True` against compiling by hand."""
-    results = read("h100/background_*.json")
-    lines = []
-    for result in results:
-        ways: dict[str, Row] = {row["way"]: row for row in result["rows"]}
-        eager, hand, ours = ways["eager"], ways["by hand"], ways["background"]
-        values = hand["longest_s"], ours["longest_s"], eager["steady_ms"], ours["meanwhile_ms"], hand["steady_ms"]
-        lines.append([result["title"], *(f"{value:.1f}" for value in (*values, ours["steady_ms"]))])
-    head = ["model, batch, mode", "longest step s, by hand", "in the background", "eager step ms", "step meanwhile ms",
-            "compiled step ms, by hand", "in the background"]  # fmt: skip
-    return f"{origin(results)}\n\n{table(head, lines)}"
+TABLES = {
+    "resnet50_train": Table(
+        "resnet50_train", resnet50.show, "ResNet-50, training",
+        """All ways train in bf16 autocast, channels last, with fused SGD with momentum. *By hand* is
+`module.net = torch.compile(module.net, mode=...)`.""",
+    ),
+    "resnet50_infer": Table(
+        "resnet50_infer", resnet50.show, "ResNet-50, inference",
+        """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
+of the compiled code. A step of `trainer.predict` includes Lightning's own work for each batch, which takes longer than
+the network at batch 1.""",
+    ),
+    "ordinary": Table(
+        "ordinary_*", ordinary.show, "Six ordinary models",
+        """The models train with AdamW, `self.log` and the callback's default settings, in bf16 autocast. The first
+steps of this library are its eager baseline, so the first step includes the compile only for the other ways. *Compile
+seconds* is the time that torch compiled, while other processes compiled, too. *Verdict*, *reported speedup* and *break
+even steps* are those of the report after about 80 steps. The peak memory of this library includes its eager steps, and
+the comparison of compiled code with eager.""",
+    ),
+    "items": Table(
+        "items", ordinary.show, "A model with a graph break in each block",
+        "Each of eight transformer blocks calls `.item()`. *Healed* ways set `capture_scalar_outputs`.",
+    ),
+    "lengths": Table(
+        "lengths", ordinary.show, "Batches of many lengths",
+        "A transformer of six blocks, whose batches have 40 different lengths.",
+    ),
+    "background": Table(
+        "background_*", show_background, "Compiling in the background",
+        """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
+steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
+with its comparison. *Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager
+and by hand. All models train in bf16; `gpt2` is that of Hugging Face with 512 tokens.""",
+    ),
+    "regions": Table(
+        "regions_[0-9]*", partial(print_columns, regions.COLUMNS), "Repeated blocks of Llama shapes, forward",
+        """The workload is that of accelerate's own benchmark: float16, 128 tokens, a forward pass. *Whole by hand* is
+`torch.compile(net)`, *accelerate* is its regional compile, and *repeated* is `targets="repeated"`. *Of whole* is a time
+divided by that of the whole compile.""",
+    ),
+    "regions_train": Table(
+        "regions_train_*", partial(print_columns, regions.COLUMNS), "Repeated blocks of Llama shapes, training",
+        "The same models; a step is forward and backward.",
+    ),
+    "scaling_depth": Table(
+        "scaling_depth", scaling.show, "Repeated blocks against the depth",
+        """A transformer trains with fused AdamW. *Nested* is `targets="repeated"`, and *separate* is
+`targets=["layers.*"]`. *Of whole* is a time divided by that of the whole model.""",
+    ),
+    "spiking": Table(
+        "spiking", partial(print_columns, spiking.COLUMNS), "A small spiking network",
+        """A network of leaky integrate-and-fire layers over 20 time steps. The hand-made graph is one CUDA graph of
+forward, loss and backward. *Of eager* is the speedup.""",
+    ),
+    "zoo_train": Table(
+        "zoo_train", zoo.show, "Models of torchvision and timm, training", "`torch.compile` runs in mode `default`."
+    ),
+    "zoo_infer": Table(
+        "zoo_infer", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."
+    ),
+    "memory": Table(
+        "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
+        """*Last peak memory* is the peak of the last five steps, and *reserved* is the memory of torch's allocator at
+the end.""",
+    ),
+    "warm_start": Table(
+        "warm_start", partial(print_columns, warm_start.COLUMNS), "Warm start",
+        """*Seconds* is the duration of the first compiled step of a ResNet-18 in a new process: the median of *samples*
+runs. The ways are `cache_dir`, and torch's own cache folders, which are set by hand. *Cold* is a run with an empty
+folder, and *warm* is a run with the folder of an earlier run.""",
+    ),
+    "ddp": Table(
+        "ddp", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",
+        """NCCL connects the GPUs of one machine. *Batch size* is the number of images for each GPU. *By hand* is
+`net.compile(mode="default")`, whose graphs Dynamo splits at DDP's buckets, and *ours* keeps graphs whole. *Round*
+counts the repetitions of both ways, in turn. *GPU busy* is the share of a step in which kernels other than NCCL's run.
+*Exposed all reduce ms* is the time of a step in which NCCL's kernels run alone.""",
+    ),
+    "fsdp2": Table(
+        "fsdp2", partial(print_columns, fsdp2.COLUMNS), "A billion parameters under FSDP2",
+        """The model has 28 blocks of width 1,536. Each process gets 12 sequences of 2,048 tokens, in bf16. The way
+*default* is `InductorCompile("default")`. Eager runs before and after it. *Losses apart* is the largest difference from
+the losses of the first row.""",
+    ),
+    "warm_ranks": Table(
+        "warm_ranks", partial(print_columns, warm_start.COLUMNS), "Warm start of two ranks",
+        "As for one process; *seconds* is the time of the slower rank.",
+    ),
+    "faults": Table(
+        "faults", partial(print_columns, rank_faults.COLUMNS), "Faults of a rank",
+        """On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank
+(*slow*). In *sigterm*, both ranks receive the signal during their first compile. *Loss difference* is the largest
+relative difference of a loss from the eager run.""",
+    ),
+}  # fmt: skip
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+def printed(show: Callable[..., None], *args: Any) -> str:
+    """The text that a function prints."""
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        print_table(head, lines)
-    return text.getvalue()
+        show(*args)
+    return text.getvalue().strip()
 
 
-TABLES: dict[str, Callable[[], str]] = {"background": background}
+def table(machine: str, name: str) -> str:
+    """The words and the rows of a table, in groups of the same origin; nothing if the machine has no file of it."""
+    of_table, parts = TABLES[name], []
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in read(f"{machine}/{of_table.files}"):
+        found.setdefault(origins([result]), []).append(result)
+    for origin, results in found.items():
+        commands = "\n".join(result["command"] for result in results)
+        rows = [{"title": result["title"], **row} for result in results for row in result["rows"]]
+        failed = [
+            f"- {row.get('model', '')}, batch {row.get('batch_size')}, {row['way']}: {row['failure'].splitlines()[-1]}"
+            for row in rows
+            if row.get("failure")
+        ]
+        parts += [f"{origin}:", f"```sh\n{commands}\n```", printed(of_table.show, rows)]
+        parts += ["These rows failed:", "\n".join(failed)] if failed else []
+    return "\n\n".join([of_table.text, *parts] if parts else [])
+
+
+def figures(machine: str, name: str | None) -> str:
+    """The text between the two comments."""
+    for summary in SUMMARIES:
+        if summary.__name__ == name:
+            return printed(summary, machine)
+    if name is not None:
+        return table(machine, name)
+    sections = {of.heading: table(machine, name) for name, of in TABLES.items()}
+    return "\n\n".join(f"## {heading}\n\n{text}" for heading, text in sections.items() if text)
+
+
+def filled(page: str) -> str:
+    """A page with the figures of the files."""
+
+    def replaced(found: re.Match[str]) -> str:
+        text = figures(found[2], found[3])
+        text = f"\n\n{text}\n\n" if "\n" in text else text or "\n"  # a sentence stays in its line
+        return f"{found[1]}{text}{found[5]}"
+
+    return FIGURES.sub(replaced, page)
 
 
 def main() -> None:
-    """Write the tables of all pages, or check them."""
+    """Write the figures of all pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     stale = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text()
-        new = SECTION.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}{found[4]}", text)
-        if new != text:
+        if (new := filled(text)) != text:
             stale.append(str(page.relative_to(ROOT)))
             if not args.check:
                 page.write_text(new)
+    if chart.drawn() != chart.bars():
+        stale.append(str(chart.CHART.relative_to(ROOT)))
+        if not args.check:
+            chart.draw()
     if stale and args.check:
-        sys.exit(f"python benchmarks/pages.py changes these pages: {stale}")
+        sys.exit(f"python benchmarks/pages.py changes these files: {stale}")
 
 
 if __name__ == "__main__":

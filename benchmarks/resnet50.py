@@ -6,7 +6,6 @@ context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps
 timed after its choice. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/resnet50.py [--phase both] [--batch-sizes 1 16 128] [--modes default reduce-overhead] [--json FILE]
-python benchmarks/resnet50.py --from-json FILE ...
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import argparse
 from collections.abc import Iterator
 
 from conduct import Group, Variant, Workload
-from tables import Row, add_pacing, find, in_order, ms, parser_for, print_table, rows_of, times
+from tables import Row, add_pacing, find, in_order, ms, parser_for, print_table, rows_of, with_interval
 
 FROZEN = {"mode": "reduce-overhead", "freezing": True}
 FROZEN_OPTIONS = {"triton.cudagraphs": True, "freezing": True}  # the same for torch.compile
@@ -61,11 +60,13 @@ def show(rows: list[Row]) -> None:
         of_phase = [row for row in rows if row["phase"] == phase]
         sizes = sorted(in_order(of_phase, lambda row: row["batch_size"]))
         lines = []
+        # "auto" starts first, but the others are shown first.
         for way in sorted(in_order(of_phase, lambda row: row["way"]), key=lambda way: "auto" in way):
             found = [find(of_phase, way, batch_size=size) for size in sizes]
-            cells = [[ms(row["step_ms"]), times(row["speedup"])] if row else ["", ""] for row in found]
+            cells = [[ms(row["step_ms"]), with_interval(row)] if row else ["", ""] for row in found]
             lines.append([way, *(cell for pair in cells for cell in pair)])
-        print_table([phase, *(cell for size in sizes for cell in (f"batch {size}", "of eager"))], lines)
+        heads = ((f"batch {size}, ms", "speedup (95% interval)") for size in sizes)
+        print_table([phase, *(cell for pair in heads for cell in pair)], lines)
         show_auto(of_phase, sizes)
 
 

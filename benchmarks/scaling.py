@@ -134,6 +134,11 @@ def of_whole(rows: list[Row], *, cpu_times: bool) -> list[Row]:
     return compared
 
 
+def show(rows: list[Row], *, cpu_times: bool = False) -> None:
+    """Print the table."""
+    print_columns(COLUMNS, of_whole(rows, cpu_times=cpu_times))
+
+
 def times_of(*, cpu_times: bool) -> tuple[str, str]:
     """Return the fields of the first step and of the later steps."""
     return ("first_step_cpu_seconds", "step_cpu_ms") if cpu_times else ("first_step_seconds", "step_ms")
@@ -185,7 +190,7 @@ def main() -> None:
     args.tokens = args.tokens or (256 if on_gpu else 32)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     rows = json.loads(args.from_json.read_text())["rows"] if args.from_json else rows_of(args)
-    print_columns(COLUMNS, of_whole(rows, cpu_times=args.cpu_times))
+    show(rows, cpu_times=args.cpu_times)
     if args.chart:
         draw(rows, args.chart, cpu_times=args.cpu_times)
 

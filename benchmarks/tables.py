@@ -18,6 +18,7 @@ from bench_measure import as_result, compare_blocks
 from conduct import Group, conduct, say
 
 Row = dict[str, Any]
+RESULTS = Path(__file__).parent / "results"
 
 
 def parser_for(description: str | None) -> argparse.ArgumentParser:
@@ -38,16 +39,10 @@ def add_pacing(parser: argparse.ArgumentParser) -> None:
     jobs = max(1, (os.cpu_count() or 2) // 2)
     add("--jobs", type=int, default=jobs, help="number of processes that compile at the same time")
     add("--patience", type=float, default=400.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
-    add("--from-json", type=Path, nargs="+", metavar="FILE", help="measure nothing, print the table of these files")
 
 
 def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Group]], **how: bool) -> list[Row]:
-    """The rows of the given files, or those of `conduct`; the groups of a batch prepare together."""
-    if args.from_json:
-        results = [json.loads(file.read_text()) for file in args.from_json]
-        for result in results:
-            print_environment(result)
-        return [row for result in results for row in result["rows"]]
+    """The rows of `conduct`; the groups of a batch prepare together."""
     rows: list[Row] = []
     environment = None
     for measured in (rows for groups in batches for rows in conduct(groups, args, **how)):
@@ -60,6 +55,21 @@ def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Gro
         save(args.json, title, rows, environment)
     print_environment(as_result(title, rows, "", environment))
     return rows
+
+
+def read(pattern: str) -> list[dict[str, Any]]:
+    """The results of the files in benchmarks/results that match, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{pattern}.json"))]
+
+
+def origins(results: Iterable[Mapping[str, Any]]) -> str:
+    """The devices, the versions, the commits and the dates of results."""
+    names = {"python": "Python", "torch": "torch", "triton": "Triton", "lightning": "Lightning"}
+    devices: dict[str, list[str]] = {}
+    for result in results:
+        versions = ", ".join(f"{name} {result['versions'][key]}" for key, name in names.items())
+        devices.setdefault(f"{versions}, commit {result['commit']}, {result['date']}", []).append(result["device"])
+    return "; ".join(f"{' and '.join(dict.fromkeys(of_rest))}, {rest}" for rest, of_rest in devices.items())
 
 
 def save(path: Path | None, title: str, rows: Sequence[Row], environment: Mapping[str, str] | None = None) -> None:
@@ -106,11 +116,11 @@ def print_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
 
 
 def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
-    """Print a Markdown table of rows; ``columns`` has the format of each field."""
-    lines = (
-        ["-" if row.get(name) is None else form.format(row[name]) for name, form in columns.items()] for row in rows
-    )
-    print_table([name.replace("_", " ") for name in columns], lines)
+    """Print a Markdown table of rows; ``columns`` has the format of each field. Fields that no row has are left out."""
+    rows = list(rows)
+    shown = {name: form for name, form in columns.items() if any(row.get(name) not in (None, "") for row in rows)}
+    lines = (["-" if row.get(name) is None else form.format(row[name]) for name, form in shown.items()] for row in rows)
+    print_table([name.replace("_", " ").replace("mib", "MiB") for name in shown], lines)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -130,7 +140,14 @@ def in_order(rows: Iterable[Row], key: Callable[[Row], Any]) -> list[Any]:
 
 def times(ratio: float | None) -> str:
     """A ratio as a cell."""
-    return "" if ratio is None else f"{ratio:.2f}×"
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def with_interval(compared: Row) -> str:
+    """A speedup and its 95% interval as a cell, of a row or of `compare_blocks`."""
+    if compared.get("speedup") is None:
+        return ""
+    return "{}x ({} to {})".format(*(f"{v:.2f}" for v in (compared["speedup"], *compared["speedup_interval"])))
 
 
 def ms(value: float | None) -> str:

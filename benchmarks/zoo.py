@@ -6,7 +6,6 @@ alternate with nothing else running, and a cell is the median of its blocks in m
 a run of --train-run-steps or --infer-run-steps steps, and is timed after its choice.
 
 python benchmarks/zoo.py [--phase both] [--models resnet18 timm/mixer_b16_224 ...] [--batch-size 16] [--together 4]
-python benchmarks/zoo.py --from-json FILE ...
 """
 
 from __future__ import annotations

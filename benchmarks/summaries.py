@@ -1,0 +1,222 @@
+"""Tables and sentences of the docs that join several result files of a machine, such as results/h200."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from bench_measure import compare_blocks
+from tables import Row, find, in_order, ms, origins, print_table, read, times, with_interval
+
+FROZEN = "reduce-overhead, frozen"
+WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with this library
+    "resnet50_train": [
+        ("default", "eager", "child compiled by hand, default", 'InductorCompile("default")'),
+        ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
+    ],
+    "resnet50_infer": [
+        (f"{FROZEN}, a plain loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
+        (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
+    ],
+    "ordinary_*": [
+        ("default", "eager", "child compiled by hand, default", "InductorCompile()"),
+        ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
+    ],
+}
+MODES = {"default": "InductorCompile()", "reduce-overhead": 'InductorCompile("reduce-overhead")'}
+LITTLE = 0.02  # the interquartile range of blocks, as a part of a step
+WITH_INTERVALS = ("resnet50_*", "ordinary_*", "items", "lengths", "zoo_*")  # files with an interval of each speedup
+
+
+def rows_of(pattern: str) -> list[Row]:
+    """The rows of all files that match."""
+    return [row for result in read(pattern) for row in result["rows"]]
+
+
+def print_from(machine: str, files: Sequence[str], head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    """Print a table that joins several files, with the origins and the commands of these files."""
+    results = [result for name in files for result in read(f"{machine}/{name}")]
+    print(f"{origins(results)}:\n")
+    print_table(head, lines)
+    commands = "\n".join(result["command"] for result in results)
+    print(f"```sh\n{commands}\n```")
+
+
+def workload(row: Row) -> str:
+    """The workload of a row of `conduct`."""
+    phase = {"train": "training", "infer": "inference"}[row["phase"]]
+    lengths = f", {row['lengths']} lengths" if row.get("lengths") else ""
+    return f"{row['model']}, {phase}, batch {row['batch_size']}{lengths}"
+
+
+def speedup(before: Row, after: Row) -> str:
+    """The ratio of two step times as a cell, with its 95% interval if both rows have at least five blocks."""
+    blocks = compare_blocks(before.get("block_ms", ()), after.get("block_ms", ()))
+    return with_interval(blocks) or times(before["step_ms"] / after["step_ms"])
+
+
+def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
+    """The median of all rounds of a way under DDP, with the rounds as blocks; an empty row if there is none."""
+    of_rounds = [row["step_ms"] for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
+    return {"step_ms": statistics.median(of_rounds), "block_ms": of_rounds} if of_rounds else {}
+
+
+def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
+    """Workloads and modes, with the rows of eager, by hand and this library."""
+    for file, ways in WAYS.items():
+        rows = rows_of(f"{machine}/{file}")
+        for name in in_order(rows, workload):
+            of_name = [row for row in rows if workload(row) == name]
+            for mode, *names in ways:
+                yield name, mode, *(find(of_name, way) for way in names)
+    rows = [row for row in rows_of(f"{machine}/ddp") if row["gpus"] == 2 and not row["options"] and row.get("step_ms")]
+    for size in in_order(rows, lambda row: row["batch_size"]):
+        name = f"resnet50, training, DDP on two GPUs, batch {size} each"
+        yield name, "default", *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
+    rows = rows_of(f"{machine}/fsdp2")
+    if rows:
+        eager = {"step_ms": statistics.mean(row["step_ms"] for row in rows if row["way"] == "eager")}
+        yield "a billion parameters, training, FSDP2 on two GPUs", "default", eager, {}, find(rows, "default")
+
+
+def answer(machine: str) -> None:
+    """The time of a step: eager, by hand in the same mode, and with this library."""
+    head = ["workload", "mode", "eager ms", "by hand ms", "this library ms", "speedup over eager (95% interval)"]
+    lines = [
+        [name, mode, *(ms(row["step_ms"]) if row else "" for row in (eager, hand, ours)), speedup(eager, ours)]
+        for name, mode, eager, hand, ours in comparisons(machine)
+        if eager.get("step_ms") and ours.get("step_ms")
+    ]
+    print_from(machine, [*WAYS, "ddp", "fsdp2"], head, lines)
+
+
+def no_gain(machine: str) -> None:
+    """Each compiled way whose steps are not faster than eager steps by more than noise."""
+    rows = [row for name in WITH_INTERVALS for row in rows_of(f"{machine}/{name}")]
+    rows = [row for row in rows if row["faster"] is False and "eager" not in row["way"]]
+    lines = []
+    for row in sorted(rows, key=lambda row: row["speedup"]):
+        verdict = "slower" if row["speedup_interval"][1] < 1 else "no clear difference"
+        lines.append([workload(row), row["way"], with_interval(row), verdict])
+    print_table(["workload", "way", "speedup over eager (95% interval)", "steps"], lines)
+
+
+def modes(machine: str) -> None:
+    """Eager and the modes of this library, for each ordinary model."""
+    rows = rows_of(f"{machine}/ordinary_*")
+    ways = {**MODES, '"auto"': 'InductorCompile("auto")'}
+    lines = []
+    for model in in_order(rows, lambda row: row["model"]):
+        eager, *ours = (find(rows, way, model=model) for way in ("eager", *ways.values()))
+        cells = (f"{ms(row['step_ms'])} ms, {with_interval(row)}" for row in ours)
+        lines.append([f"{model}, batch {eager['batch_size']}", f"{ms(eager['step_ms'])} ms", *cells])
+    print_from(machine, ["ordinary_*"], ["model", "eager", *ways], lines)
+
+
+def fastest(machine: str) -> None:
+    """How often `reduce-overhead` is the fastest mode of the ordinary models, and the range of the speedups."""
+    rows = rows_of(f"{machine}/ordinary_*")
+    models = in_order(rows, lambda row: row["model"])
+    steps = {name: [find(rows, way, model=model)["step_ms"] for model in models]
+             for name, way in {"eager": "eager", **MODES}.items()}  # fmt: skip
+    wins = sum(min(of_model) == of_model[-1] for of_model in zip(*steps.values(), strict=True))
+    ranges = {}
+    for mode in MODES:
+        ratios = [eager / ours for eager, ours in zip(steps["eager"], steps[mode], strict=True)]
+        ranges[mode] = f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+    print(
+        f"`reduce-overhead` was the fastest mode of {wins} of {len(models)} models: {ranges['reduce-overhead']} of "
+        f"eager, against {ranges['default']} with `default`"
+    )
+
+
+def against_hand(machine: str) -> None:
+    """The steps of this library against those by hand, for workloads whose steps vary little."""
+    ratios = [
+        ours["step_ms"] / hand["step_ms"]
+        for _, _, _, hand, ours in comparisons(machine)
+        if all(row.get("spread_ms") is not None and row["spread_ms"] < LITTLE * row["step_ms"] for row in (hand, ours))
+    ]
+    print(
+        f"For {len(ratios)} workloads, the blocks of both vary by less than {LITTLE:.0%}. There, this library takes "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times as long as by hand"
+    )
+
+
+def compile_costs(machine: str) -> None:
+    """The compile times and the break-even steps of the ordinary models."""
+    rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values()]
+    seconds = [row["compile_seconds"] for row in rows]
+    steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
+    print(
+        f"compiling took {min(seconds):.0f} to {max(seconds):.0f} s, and a run saves time after {min(steps):,.0f} to "
+        f"{max(steps):,.0f} steps, or never"
+    )
+
+
+def repeated_blocks(machine: str) -> None:
+    """The first step and the step of repeated blocks, of those of the whole compile."""
+    rows = [row for row in rows_of(f"{machine}/regions_[0-9]*") if row["way"] == "repeated"]
+    first, step = ([row[name] for row in rows] for name in ("of_whole_first", "of_whole"))
+    print(f"the first step took {min(first):.1f} to {max(first):.1f} times as long as that of the whole compile, and a "
+          f"later step {min(step):.1f} to {max(step):.1f} times as long")  # fmt: skip
+
+
+def fsdp2_step(machine: str) -> None:
+    """The figures of FSDP2 in a sentence."""
+    rows = rows_of(f"{machine}/fsdp2")
+    ours, eager = find(rows, "default"), statistics.mean(row["step_ms"] for row in rows if row["way"] == "eager")
+    print(f"an eager step takes {eager:.0f} ms, and a step with compiled blocks {ours['step_ms']:.0f} ms "
+          f"({ours['speedup']:.2f}x). The peak memory is {ours['memory_ratio']:.2f} of eager's")  # fmt: skip
+
+
+def whole_graphs(machine: str) -> None:
+    """Whole graphs against split graphs, at the batch size with several rounds."""
+    rows = [row for row in rows_of(f"{machine}/ddp") if not row["options"]]
+    rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
+    names = {
+        (1, "ours"): "one GPU, compiled", (2, "eager"): "two GPUs, eager", (2, "ours"): "two GPUs, whole graphs",
+        (2, "by hand"): "two GPUs, graphs split at DDP's buckets",
+    }  # fmt: skip
+    lines = []
+    for (gpus, way), name in names.items():
+        of_rounds = [row["step_ms"] for row in rows if (row["gpus"], row["way"]) == (gpus, way)]
+        span = f"{min(of_rounds):.1f} to {max(of_rounds):.1f}" if len(of_rounds) > 1 else ""
+        lines.append([name, f"{statistics.median(of_rounds):.1f}", span, str(len(of_rounds))])
+    head = [f"{workload(rows[0])} on each GPU", "ms for each step", "range of the rounds", "rounds"]
+    print_from(machine, ["ddp"], head, lines)
+
+
+def max_pool(machine: str) -> None:
+    """Training with and without the pass of the library."""
+    without = 'InductorCompile("reduce-overhead")'
+    rows, lines = rows_of(f"{machine}/resnet50_train"), []
+    for size in in_order(rows, lambda row: row["batch_size"]):
+        ways = ("eager", without, f"{without}, TritonMaxPoolBackward")
+        found = [find(rows, way, batch_size=size) for way in ways]
+        lines.append([workload(found[0]), *(ms(row["step_ms"]) for row in found), speedup(*found[1:])])
+    head = ["workload", "eager ms", "without the pass ms", "with the pass ms", "ratio (95% interval)"]
+    print_from(machine, ["resnet50_train"], head, lines)
+
+
+def longest_step(machine: str) -> None:
+    """The longest step of a ResNet-50 in the background, and by hand."""
+    rows = rows_of(f"{machine}/background_resnet50_16")
+    print(f"{find(rows, 'background')['longest_s']:.1f} s instead of {find(rows, 'by hand')['longest_s']:.0f} s")
+
+
+def first_compile(machine: str) -> None:
+    """The first step of a ResNet-50 that is compiled by hand."""
+    seconds = [row["longest_s"] for row in rows_of(f"{machine}/background_resnet50_*") if row["way"] == "by hand"]
+    print(f"{min(seconds):.0f} to {max(seconds):.0f} s")
+
+
+def chart_origin(machine: str) -> None:
+    """The origin of the rows of the chart."""
+    print(origins(read(f"{machine}/resnet50_*")))
+
+
+SUMMARIES = [
+    answer, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks, fsdp2_step, whole_graphs, max_pool,
+    longest_step, first_compile, chart_origin,
+]  # fmt: skip
