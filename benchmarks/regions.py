@@ -18,13 +18,14 @@ import statistics
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from tables import Row, find, in_own_process, parser_for, print_columns, print_environment, save, say
 from torch import nn
 from trainer import synchronize
 
-from compile_callbacks import compile_phases
+from compile_callbacks import compile_phases, report_of
 from compile_callbacks.report.file import environment
 
 # Hidden size, layers, heads, key and value heads, and intermediate size of Llama 3.2 1B and 3B, and 3.1 8B.
@@ -79,11 +80,19 @@ def run(way: str, name: str, batch_size: int, args: argparse.Namespace) -> Row:
         synchronize()
         seconds.append(time.perf_counter() - started)
     quartiles = statistics.quantiles(seconds[1:], n=4)
+    train = report_of(net).train if way == "repeated" else None
     return {
+        "graphs": train and train.graphs, "graph_breaks": train and train.graph_breaks,
+        "targets": train and list(train.targets), "backward_seconds": train and backward_seconds(train),
         "model": name, "batch_size": batch_size, "way": way, "phase": "train" if args.train else "forward",
         "first_step_seconds": seconds[0], "step_ms": statistics.median(seconds[1:]) * 1000, "samples": args.steps,
         "spread_ms": (quartiles[2] - quartiles[0]) * 1000, "environment": environment(),
     }  # fmt: skip
+
+
+def backward_seconds(report: Any) -> float:
+    """The part of the first step in which Inductor compiled backward graphs; by hand, `backward()` compiles them."""
+    return sum(event.get("backward_seconds") or 0.0 for event in report.diagnostics.events)
 
 
 def main() -> None:
