@@ -15,6 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
+from compile_callbacks.graphs import accuracy
 from compile_callbacks.report.table import sections
 from tests.support.models import FEATURES, Wrapper, mlp
 from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward
@@ -248,6 +249,26 @@ def test_sound_modules_are_equal(compiled, name):
 
 
 # ---------------------------------------------------------------------------------------------- what is not compared
+
+
+@pytest.mark.parametrize(("error", "verdict"), [(0.1, "equal"), (3.0, "differs")])
+def test_a_gradient_whose_terms_cancel_out_consists_of_rounding_errors(error, verdict):
+    """For example, the bias of a convolution before a batch norm, whose eager gradient may be exact by chance."""
+    allowed = accuracy.tolerance([torch.zeros(1)])
+    weight, noise = torch.ones(16), allowed * torch.ones(16)  # an error of the weight's gradient that is allowed
+    gradients = {
+        "eager": {"weight": weight, "bias": torch.zeros(16)},
+        "compiled": {"weight": weight, "bias": error * noise},
+        "float64": {"weight": weight.double(), "bias": torch.zeros(16, dtype=torch.float64)},
+    }
+
+    def rerun(which, names):
+        return accuracy.Results({}, gradients={name: gradients[which][name] for name in names})
+
+    eager, compiled = (
+        accuracy.Results({}, sketches=accuracy.sketches(gradients[which])) for which in ("eager", "compiled")
+    )
+    assert accuracy.compare_results(eager, compiled, allowed, rerun).verdict == verdict
 
 
 def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled):
