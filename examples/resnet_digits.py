@@ -1,7 +1,7 @@
 """Train a small ResNet on scikit-learn's handwritten digits, with separate compiled code for training and inference.
 
 scikit-learn contains the data (1,797 images of 8x8 pixels, which are enlarged to 32x32), so the example downloads
-nothing. It takes about a minute and a half on two idle CPU cores, and less in later runs. `InductorCompile` in the Trainer's callbacks is the
+nothing. It takes about a minute and a half on two idle CPU cores. `InductorCompile` in the Trainer's callbacks is the
 only addition to a normal Lightning script. A second run loads the compiled code from the folder --cache-dir.
 
 On a CPU, an eager step of a ResNet with few channels spends much of its time in batch norm, ReLU and addition, which
