@@ -1,21 +1,25 @@
-"""Every table with one GPU, each by its own script, in calls of limited time.
+"""Every table that needs a GPU, each by its own script, in calls of limited time.
 
-python benchmarks/all.py --output FOLDER [--tables NAME ...] [--seconds 580] [--list]
+python benchmarks/all.py --output FOLDER [--gpus 1] [--tables NAME ...] [--seconds 580] [--list]
 
-A call runs the tables in their order, and starts a table only if its estimated duration fits into the rest of
---seconds. A table that is in the folder --output is not run again, so the next call runs the other tables. Each script
-writes its rows as it measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has
-ended. A table that does not end in time stays a part.
+A call runs the tables in their order, as many at the same time as the --gpus allow. Each table has its own GPUs and the
+same share of the cores. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
+in the folder --output is not run again, so the next call runs the other tables. Each script writes its rows as it
+measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A table that does
+not end in time stays a part. FOLDER/NAME.log has what the script printed.
 
-Each file names the commit, the device, the versions, the date and the command. A machine that has no clone, but a copy
-of the files, needs the variable COMMIT.
+Each file names the commit, the device, the versions, the date and the command. A copy of the files that is no clone
+needs the variable COMMIT. To try the scripts on a CPU: ``--tables spiking -- --device cpu --steps 4``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -32,13 +36,18 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Table:
-    """A table: the command that measures it, and the seconds that the command takes on an H100."""
+    """A table: the command that measures it, the seconds that the command takes, and the number of GPUs."""
 
     command: str
     seconds: int
+    gpus: int = 1
 
 
 TABLES = {
+    "ddp": Table("ddp.py --batch-sizes 256 1024 128 --rounds 5 --options --budget-seconds 500", 560, gpus=2),
+    "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
+    "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
+    "faults": Table("rank_faults.py --run-seconds 150", 160, gpus=2),
     "resnet50_train": Table("resnet50.py --phase train --batch-sizes 16 128", 260),
     "resnet50_infer": Table("resnet50.py --phase infer --batch-sizes 1 128 --infer-run-steps 100000 15000", 240),
     **{f"ordinary_{name}": Table(f"ordinary.py --model {name}", seconds) for name, seconds in ORDINARY.items()},
@@ -67,40 +76,81 @@ TABLES = {
 }
 
 
-def run(name: str, command: Sequence[str], output: Path, seconds: float) -> None:
-    """Run the script of a table, and keep its file if it ends in time."""
-    part = output / f"{name}.json.part"
-    started = time.perf_counter()
+class Running:
+    """A script that runs, on some of the GPUs."""
+
+    def __init__(self, name: str, gpus: list[int], of: int, output: Path, more: Sequence[str]) -> None:
+        self.name, self.gpus, self._began = name, gpus, time.perf_counter()
+        self._part, self._file = output / f"{name}.json.part", output / f"{name}.json"
+        script, *options = shlex.split(TABLES[name].command)
+        command = [sys.executable, str(HERE / script), *options, *more, "--json", str(self._part)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(of)))).split(",")
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in gpus)}
+        with (output / f"{name}.log").open("w") as log:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **devices}, stdout=log, stderr=log, start_new_session=True
+            )
+        cores = sorted(os.sched_getaffinity(0))
+        mine = {core for number, core in enumerate(cores) if number * of // len(cores) in gpus}
+        os.sched_setaffinity(self._process.pid, mine)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """Stop the script if it still runs, and keep its file if it has ended well."""
+        if not self.has_ended():
+            self._process.terminate()  # a script with several ranks ends them
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        status = self._process.wait()
+        say(f"{self.name}: status {status} after {time.perf_counter() - self._began:.0f} s on GPU {self.gpus}")
+        if status == 0 and self._part.exists():
+            self._part.rename(self._file)
+
+
+def run(names: list[str], gpus: int, seconds: float, output: Path, more: Sequence[str]) -> None:
+    """Run tables until all have ended, or until the time is used up."""
+    ends, free, running = time.perf_counter() + seconds, list(range(gpus)), list[Running]()
     try:
-        status = subprocess.run(
-            [sys.executable, str(HERE / command[0]), *command[1:], "--json", str(part)], timeout=seconds, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        status = -1
-    say(f"{name}: status {status} after {time.perf_counter() - started:.0f} s")
-    if status == 0 and part.exists():
-        part.rename(output / f"{name}.json")
+        while True:
+            left = ends - time.perf_counter()
+            for script in [script for script in running if script.has_ended()]:
+                script.end()
+                running.remove(script)
+                free = sorted(free + script.gpus)
+            for name in list(names):
+                if TABLES[name].gpus <= len(free) and TABLES[name].seconds <= left:
+                    mine, free = free[: TABLES[name].gpus], free[TABLES[name].gpus :]
+                    names.remove(name)
+                    running.append(Running(name, mine, gpus, output, more))
+            if not running or left < 0:
+                break
+            time.sleep(0.2)
+    finally:
+        for script in running:
+            script.end()
 
 
 def main() -> None:
     """Run the tables that are not measured yet and fit into the time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
     parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=580.0, help="end within this time")
     parser.add_argument("--list", action="store_true", help="run nothing, and print the missing tables")
     parser.add_argument("more", nargs="*", help="options for each script, after --")
     args = parser.parse_args()
-    ends = time.perf_counter() + args.seconds
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the scripts too
     args.output.mkdir(parents=True, exist_ok=True)
-    for name in args.tables:
-        if (args.output / f"{name}.json").exists():
-            continue
-        left = ends - time.perf_counter()
-        if args.list or TABLES[name].seconds > left:
-            say(f"{name}: missing, about {TABLES[name].seconds} s")
-            continue
-        run(name, [*shlex.split(TABLES[name].command), *args.more], args.output, left)
+    missing = [name for name in args.tables if not (args.output / f"{name}.json").exists()]
+    if not args.list:
+        run(missing, args.gpus, args.seconds, args.output, args.more)
+    for name in missing:
+        say(f"{name}: missing, about {TABLES[name].seconds} s on {TABLES[name].gpus} GPU")
     commits = {json.loads(file.read_text()).get("commit") for file in args.output.glob("*.json")}
     if len(commits) > 1:
         say(f"these files are of several commits: {commits}")

@@ -143,7 +143,7 @@ def conduct(groups: Sequence[Group], options: Namespace, *, own_caches: bool = F
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the processes too
     # All processes together have as many compile workers as there are cores.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // options.jobs)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.jobs)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         processes: list[Process] = []
         for work, way in [(work, way) for work, ways in groups for way in ways]:

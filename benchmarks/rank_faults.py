@@ -241,7 +241,12 @@ def main() -> None:
     add("--timeout", type=float, default=600.0, help="seconds after which collectives time out")
     add("--end-seconds", type=float, default=60.0, help="longest time from SIGTERM to the end")
     add("--run-seconds", type=float, default=240.0, help="kill a run after that time")
-    add("--jobs", type=int, default=max(1, min(len(RUNS), (os.cpu_count() or 1) // 4)), help="runs at the same time")
+    add(
+        "--jobs",
+        type=int,
+        default=max(1, min(len(RUNS), len(os.sched_getaffinity(0)) // 4)),
+        help="runs at the same time",
+    )
     add("--child", nargs=2, help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

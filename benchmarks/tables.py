@@ -36,7 +36,7 @@ def add_pacing(parser: argparse.ArgumentParser) -> None:
     add("--blocks", type=int, default=10, help="number of blocks that these steps are divided into")
     add("--block-seconds", type=float, default=0.1, help="shortest duration of a block")
     add("--prepare-steps", type=int, default=10, help="steps of each way before the timed ones")
-    jobs = max(1, (os.cpu_count() or 2) // 2)
+    jobs = max(1, len(os.sched_getaffinity(0)) // 2)
     add("--jobs", type=int, default=jobs, help="number of processes that compile at the same time")
     add("--patience", type=float, default=400.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
 
