@@ -18,6 +18,7 @@ _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can roundi
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
+_CANCELED = 1e-6  # a float64 gradient that is so much smaller than rounding errors in float32 would be zero if exact
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 COMPARISON_BYTES = 8 * 8 * _CHUNK
 """The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
@@ -254,7 +255,7 @@ def _confirmed_error(
         return math.inf
     if _rms(a - r) / scale <= allowed:
         return None
-    if _rms(r) <= allowed * floor and _rms(a - r) <= of_rounding:
+    if _rms(r) <= _CANCELED * of_rounding and _rms(a - r) <= of_rounding:
         return None
     if _torch.graphs.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
         return None
