@@ -54,8 +54,11 @@ class Table:
 
 def show_background(rows: list[Row]) -> None:
     of_file = itertools.groupby(rows, key=lambda row: row["title"])
-    compared = (background.compared(title, {row["way"]: row for row in ways}) for title, ways in of_file)
+    compared = [background.compared(title, {row["way"]: row for row in ways}) for title, ways in of_file]
     print_columns(background.COMPARED, compared)
+    if any(row["of_them_lost_s"] is not None for row in compared):
+        print("*Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager and by "
+              "hand.")  # fmt: skip
 
 
 TABLES = {
@@ -90,8 +93,7 @@ the comparison of compiled code with eager.""",
         "background_*", show_background, "Compiling in the background",
         """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
-with its comparison. *Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager
-and by hand. All models train in bf16; `gpt2` is that of Hugging Face with 512 tokens.""",
+with its comparison. All models train in bf16; `gpt2` is that of Hugging Face with 512 tokens.""",
     ),
     "regions": Table(
         "regions_[0-9]*", partial(print_columns, regions.COLUMNS), "Repeated blocks of Llama shapes, forward",
