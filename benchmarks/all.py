@@ -148,7 +148,8 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     missing = [name for name in args.tables if not (args.output / f"{name}.json").exists()]
     if not args.list:
-        run(missing, args.gpus, args.seconds, args.output, args.more)
+        run(list(missing), args.gpus, args.seconds, args.output, args.more)
+        missing = [name for name in missing if not (args.output / f"{name}.json").exists()]
     for name in missing:
         say(f"{name}: missing, about {TABLES[name].seconds} s on {TABLES[name].gpus} GPU")
     commits = {json.loads(file.read_text()).get("commit") for file in args.output.glob("*.json")}
