@@ -241,7 +241,7 @@ def _confirmed_error(
 ) -> float | None:
     """Return the relative error of a compiled tensor if it is less accurate than the eager tensor, else ``None``.
 
-    If all terms of a sum cancel out, only rounding errors remain, at most ``of_rounding``.
+    If all terms of a gradient cancel out, only rounding errors remain. Their root mean square may be ``of_rounding``.
     """
     e, a, r = (_flat(tensor).to(reference.device, torch.float64) for tensor in (expected, actual, reference))
     if not (expected.is_floating_point() or expected.is_complex()):
