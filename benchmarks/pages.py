@@ -57,8 +57,8 @@ def show_background(rows: list[Row]) -> None:
     compared = [background.compared(title, {row["way"]: row for row in ways}) for title, ways in of_file]
     print_columns(background.COMPARED, compared)
     if any(row["of_them_lost_s"] is not None for row in compared):
-        print("*Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager and by "
-              "hand.")  # fmt: skip
+        print("*Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager and "
+              "by hand.")  # fmt: skip
 
 
 TABLES = {

@@ -131,7 +131,7 @@ def fastest(machine: str) -> None:
 
 
 def against_hand(machine: str) -> None:
-    """The steps of this library against those by hand: workloads whose steps vary little, and others with CUDA graphs."""
+    """The steps of this library against those by hand: steady workloads, and others with CUDA graphs."""
     steady, noisy = list[float](), list[float]()
     for _, mode, _, hand, ours in comparisons(machine):
         if all(row.get("spread_ms") is not None for row in (hand, ours)):
