@@ -203,6 +203,8 @@ def filled(page: str) -> str:
         text = f"\n\n{text}\n\n" if "\n" in text else text or "\n"  # a sentence stays in its line
         return f"{found[1]}{text}{found[5]}"
 
+    if page.count("<!-- figures: ") != page.count("<!-- end of figures -->"):
+        raise ValueError("a comment <!-- figures: ... --> has no <!-- end of figures -->, so text would be deleted")
     return FIGURES.sub(replaced, page)
 
 
