@@ -138,11 +138,16 @@ def against_hand(machine: str) -> None:
             is_steady = all(row["spread_ms"] < LITTLE * row["step_ms"] for row in (hand, ours))
             if is_steady or mode.startswith("reduce-overhead"):
                 (steady if is_steady else noisy).append(ours["step_ms"] / hand["step_ms"])
-    print(
+    text = (
         f"For {len(steady)} workloads, the blocks of both vary by less than {LITTLE:.0%}. There, this library takes "
-        f"{min(steady):.2f} to {max(steady):.2f} times as long as by hand. For the other workloads in mode "
-        f"`reduce-overhead`, it takes {min(noisy):.2f} to {max(noisy):.2f} times as long"
+        f"{min(steady):.2f} to {max(steady):.2f} times as long as by hand"
     )
+    if noisy:
+        text += (
+            f". For the other workloads in mode `reduce-overhead`, it takes {min(noisy):.2f} to {max(noisy):.2f} times "
+            "as long"
+        )
+    print(text)
 
 
 def compile_costs(machine: str) -> None:
