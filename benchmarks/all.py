@@ -92,7 +92,7 @@ class Running:
             )
         cores = sorted(os.sched_getaffinity(0))
         mine = {core for number, core in enumerate(cores) if number * of // len(cores) in gpus}
-        os.sched_setaffinity(self._process.pid, mine)
+        os.sched_setaffinity(self._process.pid, mine or cores)
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None

@@ -157,7 +157,7 @@ def compile_costs(machine: str) -> None:
     steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
     print(
         f"compiling took {min(seconds):.0f} to {max(seconds):.0f} s, and a run saves time after {min(steps):,.0f} to "
-        f"{max(steps):,.0f} steps, or never"
+        f"{max(steps):,.0f} steps" + ", or never" * (len(steps) < len(rows))
     )
 
 

@@ -18,7 +18,8 @@ _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can roundi
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
-_CANCELED = 1e-6  # a float64 gradient that is so much smaller than rounding errors in float32 would be zero if exact
+_ZERO_ERROR = 2.0**-14  # 512 epsilons of float32: the error of a gradient that is zero, of the largest gradient's norm
+_ZERO = 1e-6  # of this error; what is smaller in float64 is zero
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 COMPARISON_BYTES = 8 * 8 * _CHUNK
 """The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
@@ -72,6 +73,7 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
         if tensor.layout is torch.jagged and not torch.equal(_offsets(compiled), _offsets(tensor)):
             return Comparison("differs", f"{name} has other offsets than in eager execution", math.inf, is_wrong=True)
     floors = _floors(expected, allowed)
+    largest_norm = max((norm for norm, *_ in expected.sketches.values() if math.isfinite(norm)), default=0.0)
     errors, max_abs_error = dict[str, float](), 0.0
     for name, tensor in expected.tensors.items():
         largest, errors[name] = _errors(tensor, actual.tensors[name], floors[name])
@@ -108,7 +110,8 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
             tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
             floor, of_rounding = floors[name], 0.0
             if name in of_gradients:
-                floor = of_rounding = floor / math.sqrt(max(1, tensors[0].numel()))
+                root = math.sqrt(max(1, tensors[0].numel()))
+                floor, of_rounding = floor / root, _ZERO_ERROR * largest_norm / root
             confirmed_error = _confirmed_error(
                 *tensors, floor=floor, of_rounding=of_rounding, allowed=allowed_of[name], lenient=allowed < 1e-3
             )
@@ -255,7 +258,7 @@ def _confirmed_error(
         return math.inf
     if _rms(a - r) / scale <= allowed:
         return None
-    if _rms(r) <= _CANCELED * of_rounding and _rms(a - r) <= of_rounding:
+    if _rms(r) <= _ZERO * of_rounding and _rms(a - r) <= of_rounding:
         return None
     if _torch.graphs.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
         return None
