@@ -109,7 +109,7 @@ dist: $(INSTALLED)
 	$(BIN)/python .ci/check_dist.py dist build/wheel
 	cd examples && PYTHONPATH=../build/wheel ../$(BIN)/mypy --config-file= $(TYPED) .
 
-# Logs and checkpoints of the examples, in runs, stay.
+# Logs, checkpoints and compiled code of the examples, in runs, stay.
 clean:
 	rm -rf .venv .venv-oldest .venv-newest-python .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 

@@ -6,7 +6,7 @@ A call runs the tables in their order, as many at the same time as the --gpus al
 same share of the cores. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
 in the folder --output is not run again, so the next call runs the other tables. Each script writes its rows as it
 measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A table that does
-not end in time stays a part. FOLDER/NAME.log has what the script printed.
+not end in time stays a part. FOLDER/NAME.log has the output of the script.
 
 Each file names the commit, the device, the versions, the date and the command. A copy of the files that is no clone
 needs the variable COMMIT. To try the scripts on a CPU: ``--tables spiking -- --device cpu --steps 4``.

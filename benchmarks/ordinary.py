@@ -58,7 +58,9 @@ def main() -> None:
     add("--ways", nargs="+", choices=list(WAYS), default=ORDINARY_WAYS)
     args = parser.parse_args()
     batch_size = args.batch_size or BATCH_SIZES.get(args.model, 32)
-    work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, True, args.lengths)
+    work = Workload(
+        args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True, lengths=args.lengths
+    )
     groups = [(work, [WAYS[name] for name in args.ways])]
     title = f"{args.model}, batch {batch_size}, AdamW" + f", {args.lengths} lengths" * bool(args.lengths)
     show(rows_of(args, title, [groups], own_caches=True))

@@ -56,7 +56,7 @@ def speedup(before: Row, after: Row) -> str:
 
 
 def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
-    """The median of all rounds of a way under DDP, with the rounds as blocks; an empty row if there is none."""
+    """The median of all rounds of a way under DDP, with the rounds as blocks; an empty row without rounds."""
     of_rounds = [row["step_ms"] for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
     return {"step_ms": statistics.median(of_rounds), "block_ms": of_rounds} if of_rounds else {}
 

@@ -18,8 +18,8 @@ _CLEAR_FACTOR = 10.0  # only in a gradient with terms that cancel out can roundi
 _MAX_GRADIENT_TOLERANCE = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
 _DIRECTION_FACTOR = 8  # the error that a gradient's direction may have, as a multiple of the error of its norm
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
-_ZERO_ERROR = 2.0**-14  # 512 epsilons of float32: the error of a gradient that is zero, of the largest gradient's norm
-_ZERO = 1e-6  # of this error; what is smaller in float64 is zero
+_ZERO_ERROR = 2.0**-14  # 512 epsilons of float32: the error that a zero gradient may have, relative to the largest norm
+_ZERO = 1e-6  # relative to this error: a gradient that is smaller in float64 is zero
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 COMPARISON_BYTES = 8 * 8 * _CHUNK
 """The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
@@ -73,7 +73,6 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
         if tensor.layout is torch.jagged and not torch.equal(_offsets(compiled), _offsets(tensor)):
             return Comparison("differs", f"{name} has other offsets than in eager execution", math.inf, is_wrong=True)
     floors = _floors(expected, allowed)
-    largest_norm = max((norm for norm, *_ in expected.sketches.values() if math.isfinite(norm)), default=0.0)
     errors, max_abs_error = dict[str, float](), 0.0
     for name, tensor in expected.tensors.items():
         largest, errors[name] = _errors(tensor, actual.tensors[name], floors[name])
@@ -108,12 +107,12 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
         confirmed = {}
         for name in suspects:
             tensors = expected.tensors[name], actual.tensors[name], reference.tensors[name]
-            floor, of_rounding = floors[name], 0.0
+            floor, zero_error = floors[name], 0.0
             if name in of_gradients:
                 root = math.sqrt(max(1, tensors[0].numel()))
-                floor, of_rounding = floor / root, _ZERO_ERROR * largest_norm / root
+                floor, zero_error = floor / root, _ZERO_ERROR * _largest_norm(expected) / root
             confirmed_error = _confirmed_error(
-                *tensors, floor=floor, of_rounding=of_rounding, allowed=allowed_of[name], lenient=allowed < 1e-3
+                *tensors, floor=floor, zero_error=zero_error, allowed=allowed_of[name], lenient=allowed < 1e-3
             )
             if confirmed_error is not None:
                 confirmed[name] = confirmed_error
@@ -212,9 +211,13 @@ def _floors(expected: Results, allowed: float) -> dict[str, float]:
     The magnitude is a root mean square for tensors, and a norm for gradients.
     """
     magnitudes = [_rms(tensor) for tensor in expected.tensors.values()]
-    norms = [norm for norm, *_ in expected.sketches.values() if math.isfinite(norm)]
     of_tensors = dict.fromkeys(expected.tensors, allowed * min(1.0, max(magnitudes, default=0.0)))
-    return of_tensors | dict.fromkeys(expected.sketches, allowed * max(norms, default=0.0))
+    return of_tensors | dict.fromkeys(expected.sketches, allowed * _largest_norm(expected))
+
+
+def _largest_norm(results: Results) -> float:
+    """Return the largest norm of a gradient."""
+    return max((norm for norm, *_ in results.sketches.values() if math.isfinite(norm)), default=0.0)
 
 
 def _errors(expected: torch.Tensor, actual: torch.Tensor, floor: float) -> tuple[float, float]:
@@ -238,13 +241,13 @@ def _confirmed_error(
     reference: torch.Tensor,
     *,
     floor: float,
-    of_rounding: float,
+    zero_error: float,
     allowed: float,
     lenient: bool,
 ) -> float | None:
     """Return the relative error of a compiled tensor if it is less accurate than the eager tensor, else ``None``.
 
-    If all terms of a gradient cancel out, only rounding errors remain. Their root mean square may be ``of_rounding``.
+    If all terms of a gradient cancel out, only rounding errors remain. Their root mean square may be ``zero_error``.
     """
     e, a, r = (_flat(tensor).to(reference.device, torch.float64) for tensor in (expected, actual, reference))
     if not (expected.is_floating_point() or expected.is_complex()):
@@ -258,7 +261,7 @@ def _confirmed_error(
         return math.inf
     if _rms(a - r) / scale <= allowed:
         return None
-    if _rms(r) <= _ZERO * of_rounding and _rms(a - r) <= of_rounding:
+    if _rms(r) <= _ZERO * zero_error and _rms(a - r) <= zero_error:
         return None
     if _torch.graphs.is_as_accurate(e / scale, a / scale, r / scale, tolerance=allowed, lenient=lenient):
         return None
