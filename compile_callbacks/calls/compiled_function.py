@@ -201,6 +201,7 @@ class CompiledFunction:
             settings.enter_context(_torch.regions.strict_comparison())
             if self._fallback.has_regions:
                 settings.enter_context(_torch.regions.with_constant_floats())
+                settings.enter_context(_torch.regions.kept_schemas())
             draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
             yield
         call.constant_draws += tuple(draws)

@@ -207,8 +207,8 @@ class Session:
 
         A callback may have swapped the weights before the ``first`` step of a stage.
         """
-        # Most steps of a long run on a CPU are only counted, so these lines do as little as possible. The compiles are
-        # compared here, too, because the user may compile between two steps.
+        # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
+        # here, too, because the user may compile between two steps.
         counted, recorder, timer = self._counted, self._recorder, self._measurements.timer
         if counted is not None and not first and timer.untimed_left and recorder.compiles_seen == counted.compiles_seen:
             timer.untimed_left -= 1
@@ -216,6 +216,8 @@ class Session:
             counted.began = time.perf_counter()
             counted.graphs, counted.eager_calls = recorder.executions.graphs, recorder.executions.eager_calls
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
+            if self.gpu.on_gpu:
+                self.gpu.step_begins(trains_compiled=self._trains_compiled(counted.variant))
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
@@ -226,7 +228,7 @@ class Session:
         looks_up, self._stage_is_new = first or self._stage_is_new, False
         self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
-            self.gpu.step_begins(trains_compiled=variant.config is not None and stage.phase == "train")
+            self.gpu.step_begins(trains_compiled=self._trains_compiled(variant))
         if stage.eager:
             self._step = None
             return False
@@ -243,6 +245,9 @@ class Session:
             self._helper.poll()
         self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
         return step.span is not None
+
+    def _trains_compiled(self, variant: Variant) -> bool:
+        return variant.config is not None and self.stage.phase == "train"
 
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
@@ -281,9 +286,9 @@ class Session:
         self._policy.done(step)
         if compares:
             self._free_unused()
-        # On a GPU, each step must be marked for CUDA graphs. A count of a partly compiled step would need two numbers.
         waits = self._requests is not None and self._requests.active
-        if not (self._wanted or waits or self.gpu.on_gpu or step.compiling) and kind != "partly compiled":
+        # A count of a partly compiled step would need two numbers.
+        if not (self._wanted or waits or step.compiling) and kind != "partly compiled":
             self._counted = Step(
                 variant=step.variant,
                 compiles_seen=recorder.compiles_seen,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
@@ -100,6 +101,21 @@ def regions_refuse_floats(monkeypatch):
     return differs(lambda: Stack(blocks()), {"dynamic": True})
 
 
+def derived_schemas(monkeypatch):
+    """The names of the regions whose schemas torch derives in a training step of six equal blocks."""
+    names, derive = [], InvokeSubgraphHOP.gen_schema
+    with monkeypatch.context() as patch:
+        patch.setattr(InvokeSubgraphHOP, "gen_schema", lambda hop, *args: (names.append(args[1]), derive(hop, *args))[1])
+        assert not differs(lambda: Stack(blocks(6)))
+    return names
+
+
+def schemas_are_derived_for_each_call(monkeypatch):
+    monkeypatch.setattr(_torch.regions, "kept_schemas", contextlib.nullcontext)
+    names = derived_schemas(monkeypatch)
+    return len(names) >= 6 + len(set(names))
+
+
 def ddp_settings_are_global(monkeypatch):
     return "optimize_ddp" not in inspect.signature(torch.compile).parameters
 
@@ -157,6 +173,7 @@ NEEDED = {
     "regions.region_of": regions_reuse_the_trace_of_another_module,
     "regions.strict_comparison": regions_with_other_arguments_share_code,
     "regions.with_constant_floats": regions_refuse_floats,
+    "regions.kept_schemas": schemas_are_derived_for_each_call,
     "regions.expose_aliases": "test_memory_that_backward_reads_is_not_overwritten",
     "modes.restored_after_error": NO_PUBLIC_FUNCTION,
     "inductor.end_failed_warmup": "tests/gpu/test_out_of_memory.py",
@@ -179,6 +196,12 @@ NEEDED = {
 @pytest.mark.parametrize("name", [name for name, needed in NEEDED.items() if callable(needed)])
 def test_torch_still_needs_the_workaround(name, monkeypatch):
     assert NEEDED[name](monkeypatch), f"delete {name}"
+
+
+@pytest.mark.all_versions
+def test_the_schema_of_a_region_is_derived_once(monkeypatch):
+    names = derived_schemas(monkeypatch)
+    assert len(names) == len(set(names)) > 1
 
 
 def documented(path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -13,6 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from tests.support.models import Classifier, loader, trainer
 from tests.support.uncached import Uncached
 
@@ -103,3 +106,19 @@ def test_untimed_steps_are_counted_and_a_compile_in_one_of_them_is_recorded():
     assert series["compiling"] == [1, 401]
     assert 100 < sum(step <= 400 for step in series["compiled"]) < 250
     assert callback.session._measurements.timer.steps("infer") == {"compiled": 421}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_untimed_steps_of_any_device_are_only_counted(on_gpu, monkeypatch):
+    calls = Counter()
+    stop = StepTimer.stop
+    monkeypatch.setattr(StepTimer, "stop", lambda *args: (calls.update(["stop"]), stop(*args)))
+    if on_gpu:
+        monkeypatch.setattr(StepsOnGpu, "begin", lambda steps, device: setattr(steps, "on_gpu", True))
+        monkeypatch.setattr(StepsOnGpu, "free_cached", lambda *args, **kwargs: None)
+        monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
+    callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
+    trainer(callback).predict(Classifier(), loader(800))
+    assert callback.report.infer.diagnostics.steps == {"compiled": 800}
+    assert calls["stop"] < 600
+    assert calls["mark"] == (800 if on_gpu else 0)
