@@ -64,7 +64,7 @@ TABLES = {
     "background_max_autotune": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode max-autotune", 560),
     "items": Table("ordinary.py --model items-8 --ways auto eager default healed hand hand-healed lightning", 200),
     "lengths": Table("ordinary.py --model blocks-6 --lengths 40", 250),
-    **{f"regions_{name}": Table(f"regions.py --models {name}", 300) for name in ("1b", "3b", "8b")},
+    **{f"regions_{name}": Table(f"regions.py --models {name}", 260) for name in ("1b", "3b", "8b")},
     "regions_train_1b": Table("regions.py --models 1b --train", 300),
     "regions_train_3b": Table("regions.py --models 3b --batch-sizes 1 --train", 200),
     "spiking": Table("spiking.py", 280),

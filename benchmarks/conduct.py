@@ -34,7 +34,7 @@ class Workload:
     """
 
     model: str  # a name that `models.make` takes
-    phase: Literal["train", "infer"]
+    phase: Literal["train", "infer", "forward"]
     batch_size: int
     image_size: int
     device: str
@@ -45,10 +45,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a workload: in a Trainer, in a loop without one, or in a loop of `InductorBackend.infer`."""
+    """A way to run a workload: in a Trainer, in a loop without one, of `InductorBackend.infer`, or of `regions`."""
 
     name: str
-    loop: Literal["fit", "predict", "bare", "backend"]
+    loop: Literal["fit", "predict", "bare", "backend", "llama"]
     compiled: Literal["child", "module", "callback"] | None = None  # by hand, Lightning's own, or by this library
     mode: Any = None
     targets: Any = None  # of the callback

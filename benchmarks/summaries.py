@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
+import regions
 from bench_measure import compare_blocks
 from tables import Row, find, in_order, ms, origins, print_table, read, times, with_interval
 
@@ -163,7 +164,7 @@ def compile_costs(machine: str) -> None:
 
 def repeated_blocks(machine: str) -> None:
     """The first step and the step of repeated blocks, of those of the whole compile."""
-    rows = [row for row in rows_of(f"{machine}/regions_[0-9]*") if row["way"] == "repeated"]
+    rows = [row for row in regions.compared(rows_of(f"{machine}/regions_[0-9]*")) if row["way"] == "repeated"]
     first, step = ([row[name] for row in rows] for name in ("of_whole_first", "of_whole"))
     print(f"the first step took {min(first):.1f} to {max(first):.1f} times as long as that of the whole compile, and a "
           f"later step {min(step):.1f} to {max(step):.1f} times as long")  # fmt: skip

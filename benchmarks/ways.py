@@ -129,10 +129,18 @@ def run(work: Workload, way: Variant, connection: Connection, lock: Path, steps:
         turn = Turn(lock, cuda=work.device == "cuda")
         turn.listen()
         with contextlib.suppress(Done):
-            (in_trainer if way.loop in ("fit", "predict") else in_bare_loop)(work, way, connection, turn, steps)
+            run_of(way)(work, way, connection, turn, steps)
     except BaseException:
         with contextlib.suppress(BrokenPipeError):
             connection.send(("failed", traceback.format_exc()))
+
+
+def run_of(way: Variant) -> Callable[..., None]:
+    if way.loop == "llama":
+        import regions
+
+        return regions.loop
+    return in_trainer if way.loop in ("fit", "predict") else in_bare_loop
 
 
 def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn, steps: int) -> None:
