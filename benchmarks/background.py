@@ -147,7 +147,8 @@ def main() -> None:
     parser.add_argument("--mode", default="default")
     parser.add_argument("--steady-steps", type=int, default=60)
     parser.add_argument("--run-seconds", type=float, default=0.0, help="the least duration of a run")
-    parser.add_argument("--ways", nargs="+", default=[EAGER, BY_HAND, FOREGROUND, BACKGROUND])
+    ways = [EAGER, BY_HAND, FOREGROUND, BACKGROUND]
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--run-way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run_way:

@@ -34,6 +34,7 @@ from tables import Row, find, in_order, parser_for, print_columns, relative_erro
 from torch import nn
 
 from compile_callbacks import compile_phases, report_of
+from compile_callbacks.report.file import environment
 
 WAYS: dict[str, Any] = {"eager": None, "whole": None, "nested": "repeated", "separate": ["layers.*"]}
 COLORS = {"eager": "#9aa5b1", "whole": "#2e86c1", "nested": "#e67e22", "separate": "#7fb3d5"}
@@ -100,6 +101,7 @@ def measure(way: str, depth: int, args: argparse.Namespace, cache: str, sender: 
         "step_cpu_ms": 1000 * statistics.fmean(cpu for _, cpu in seconds),
         "load_average": os.getloadavg()[0],
         "gradient_error": max(errors), "targets": "" if way == "eager" else ", ".join(report_of(net).train.targets),
+        "environment": environment(),
     }  # fmt: skip
     sender.send(row)
 
@@ -108,6 +110,7 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
     """Measure all rows, one process after the other."""
     context = multiprocessing.get_context("spawn")
     rows: list[Row] = []
+    found = None
     for depth in args.depths:
         for way in args.ways:
             receiver, sender = context.Pipe(duplex=False)
@@ -116,11 +119,13 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
                 process.start()
                 sender.close()
                 try:
-                    rows.append(receiver.recv())
+                    row = receiver.recv()
+                    found = row.pop("environment")
+                    rows.append(row)
                 except EOFError:
                     print(f"depth {depth}, {way}: the process failed", flush=True)
                 process.join()
-            save(args.json, f"A transformer against its depth, {args.mode}", rows)
+            save(args.json, f"A transformer against its depth, {args.mode}", rows, found)
     return rows
 
 

@@ -163,11 +163,24 @@ def compile_costs(machine: str) -> None:
 
 
 def repeated_blocks(machine: str) -> None:
-    """The first step and the step of repeated blocks, of those of the whole compile."""
-    rows = [row for row in regions.compared(rows_of(f"{machine}/regions_[0-9]*")) if row["way"] == "repeated"]
-    first, step = ([row[name] for row in rows] for name in ("of_whole_first", "of_whole"))
-    print(f"the first step took {min(first):.1f} to {max(first):.1f} times as long as that of the whole compile, and a "
-          f"later step {min(step):.1f} to {max(step):.1f} times as long")  # fmt: skip
+    """Repeated blocks against the whole compile, in a forward pass."""
+    print(_of_whole(f"{machine}/regions_[0-9]*"))
+
+
+def repeated_blocks_training(machine: str) -> None:
+    """Repeated blocks against the whole compile, in training."""
+    print(_of_whole(f"{machine}/regions_train_*"))
+
+
+def _of_whole(files: str) -> str:
+    """The first step and the step of repeated blocks and of accelerate, of those of the whole compile."""
+    rows, spans = regions.compared(rows_of(files)), []
+    for way in ("repeated", "accelerate"):
+        for name in ("of_whole_first", "of_whole"):
+            ratios = [row[name] for row in rows if row["way"] == way]
+            spans.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+    return (f"the first step took {spans[0]} times as long as that of the whole compile (accelerate: {spans[2]}), and "
+            f"a later step {spans[1]} times as long (accelerate: {spans[3]})")  # fmt: skip
 
 
 def fsdp2_step(machine: str) -> None:
@@ -225,6 +238,6 @@ def chart_origin(machine: str) -> None:
 
 
 SUMMARIES = [
-    answer, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks, fsdp2_step, whole_graphs, max_pool,
-    longest_step, first_compile, chart_origin,
+    answer, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks, repeated_blocks_training, fsdp2_step,
+    whole_graphs, max_pool, longest_step, first_compile, chart_origin,
 ]  # fmt: skip

@@ -105,7 +105,9 @@ def derived_schemas(monkeypatch):
     """The names of the regions whose schemas torch derives in a training step of six equal blocks."""
     names, derive = [], InvokeSubgraphHOP.gen_schema
     with monkeypatch.context() as patch:
-        patch.setattr(InvokeSubgraphHOP, "gen_schema", lambda hop, *args: (names.append(args[1]), derive(hop, *args))[1])
+        patch.setattr(
+            InvokeSubgraphHOP, "gen_schema", lambda hop, *args: (names.append(args[1]), derive(hop, *args))[1]
+        )
         assert not differs(lambda: Stack(blocks(6)))
     return names
 
