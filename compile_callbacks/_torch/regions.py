@@ -85,7 +85,8 @@ def kept_schemas() -> Iterator[None]:
     Within a trace, a name belongs to one region. A region that changes an input is not kept, because its schema depends
     on which inputs share memory.
     """
-    derive, kept = InvokeSubgraphHOP.gen_schema, dict[Any, Any]()
+    derive: Any = InvokeSubgraphHOP.gen_schema
+    kept = dict[Any, Any]()
 
     def gen_schema(hop: Any, subgraph: Any, name: str | None, *operands: Any) -> Any:
         key = TracingContext.try_get(), name, torch.is_grad_enabled(), *map(_metadata, operands)
