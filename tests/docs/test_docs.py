@@ -188,6 +188,7 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
             script = ROOT / arguments[0]
             assert script.is_file(), (page, command)
             known = "".join(file.read_text() for file in script_and_its_neighbours(script))
+            known += re.sub('"--(?=.*BooleanOptionalAction)', '"--no-', known)
             assert all(f'"{option}"' in known for option in options), (page, command)
         elif program == "compile-callbacks":
             if arguments[0] != "COMMAND":
