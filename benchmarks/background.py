@@ -8,7 +8,7 @@ Each way is a new process with an empty cache, and runs ``--steady-steps`` steps
 - meanwhile, meanwhile_ms: the steps while the helper process compiles, and their median;
 - load_s: the load of the compiled code, a part of a step;
 - steady_ms: the median of the last steps;
-- first_100_s: the duration of the first 100 steps;
+- first_100_s: the seconds of the first 100 steps;
 - seconds: the duration of all steps.
 
 The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run. The
@@ -46,10 +46,10 @@ COLUMNS = {
     "steady_ms": "{:.2f}", "first_100_s": "{:.2f}", "steps": "{}", "seconds": "{:.1f}",
 }  # fmt: skip
 COMPARED = {
-    "workload": "{}", "longest_s,_by_hand": "{:.1f}", "in_the_background": "{:.1f}", "first_100_s,_eager": "{:.2f}",
-    "first_100_s,_by_hand": "{:.2f}", "first_100_s,_in_the_background": "{:.2f}", "of_them_lost_s": "{:.2f}",
-    "step_ms,_eager": "{:.1f}", "step_ms,_meanwhile": "{:.1f}", "step_ms,_by_hand": "{:.1f}",
-    "step_ms,_in_the_background": "{:.1f}",
+    "workload": "{}", "longest_s,_by_hand": "{:.1f}", "in_the_background": "{:.1f}",
+    "seconds_of_100_steps,_eager": "{:.2f}", "seconds_of_100_steps,_by_hand": "{:.2f}",
+    "seconds_of_100_steps,_in_the_background": "{:.2f}", "lost_seconds": "{:.2f}", "step_ms,_eager": "{:.1f}",
+    "step_ms,_meanwhile": "{:.1f}", "step_ms,_by_hand": "{:.1f}", "step_ms,_in_the_background": "{:.1f}",
 }  # fmt: skip
 
 

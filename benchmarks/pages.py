@@ -56,9 +56,9 @@ def show_background(rows: list[Row]) -> None:
     of_file = itertools.groupby(rows, key=lambda row: row["title"])
     compared = [background.compared(title, {row["way"]: row for row in ways}) for title, ways in of_file]
     print_columns(background.COMPARED, compared)
-    if any(row["of_them_lost_s"] is not None for row in compared):
-        print("*Of them lost* is the time of the first 100 steps in the background minus the shorter one of eager and "
-              "by hand.")  # fmt: skip
+    if any(row["lost_seconds"] is not None for row in compared):
+        print("*Lost seconds* is the time of the first 100 steps in the background minus the shorter one of eager and "
+              "by hand. It is negative if the background was faster than both.")  # fmt: skip
 
 
 TABLES = {
@@ -70,8 +70,8 @@ TABLES = {
     "resnet50_infer": Table(
         "resnet50_infer", resnet50.show, "ResNet-50, inference",
         """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
-of the compiled code. A step of `trainer.predict` includes Lightning's own work for each batch, which takes longer than
-the network at batch 1.""",
+of the compiled code. A step of `trainer.predict` includes the work of Lightning and of the callback for each batch. If
+the CPU is the limit, equal ways vary by half, for example the two frozen ways of this library at batch 1.""",
     ),
     "ordinary": Table(
         "ordinary_*", ordinary.show, "Six ordinary models",
@@ -93,15 +93,15 @@ the comparison of compiled code with eager.""",
         "background_*", show_background, "Compiling in the background",
         """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
-with its comparison. All models train in bf16; `gpt2` is that of Hugging Face with 512 tokens.""",
+with its comparison. All models train in bf16.""",
     ),
     "regions": Table(
         "regions_[0-9]*", regions.show, "Repeated blocks of Llama shapes, forward",
         """The workload is that of accelerate's own benchmark: float16, 128 tokens, a forward pass. *Whole by hand* is
 `torch.compile(net)`, *accelerate* is its regional compile, and *repeated* is `targets="repeated"`. *Of whole* is a time
-divided by that of the whole compile. The first step of *repeated* includes the *backward seconds* in which the library
-compiled the backward graphs; the other ways compile them in the first backward pass, which this workload does not have.
-The steps of all ways ran in alternating blocks on the same cores.""",
+divided by that of the whole compile. In the *backward seconds*, which are a part of its first step, *repeated* compiled
+the backward graphs. The other ways compile backward graphs in the first backward pass, which this workload does not
+have. The steps of all ways ran in alternating blocks on the same cores.""",
     ),
     "regions_train": Table(
         "regions_train_*", regions.show, "Repeated blocks of Llama shapes, training",

@@ -75,5 +75,7 @@ def _autocast_nesting() -> int:
 
 def dispatch_mode() -> str:
     """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
-    active = _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
-    return type(_python_dispatch._get_current_dispatch_mode()).__name__.strip("_") if active else ""
+    # The flag of torch may remain set after two threads have compiled at the same time, so the mode decides.
+    mode = _python_dispatch._get_current_dispatch_mode()
+    active = mode is not None and _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    return type(mode).__name__.strip("_") if active else ""

@@ -78,7 +78,7 @@ def _operators(graph_module: GraphModule) -> list[Any]:
 
 @contextlib.contextmanager
 def kept_schemas() -> Iterator[None]:
-    """Within the ``with`` block, torch derives the schema of a region in its first call only.
+    """Within the ``with`` block, torch derives the schema of a region once for each kind of inputs.
 
     Workaround (until ``InvokeSubgraphHOP.gen_schema`` keeps schemas): torch traces the region again for each schema, in
     2.11 five times for each call, in 2.15 twice. For 16 layers of a Llama, this took half of the time before Inductor.

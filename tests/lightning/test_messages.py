@@ -11,7 +11,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from compile_callbacks import CompileError, CompileWarning, InductorCompile
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, _torch
 from compile_callbacks.report.summary import describe_verdict, next_step
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, batches_of, fit
 
@@ -255,3 +255,10 @@ def test_torch_traces_no_code_of_the_call_of_a_target():
     report, messages = run(CallsForceInStep, targets=None, validation=8, fitting=fitting)
     assert not [message for message in messages if "CC108" in message]
     assert "compile_callbacks" not in str([event.get("file") for event in report.infer.diagnostics.events])
+
+
+def test_a_dispatch_mode_that_has_ended_stops_no_compile(monkeypatch):
+    # torch 2.15 can leave its flag set after two threads have compiled at the same time.
+    flag = "is_in_any_mode_without_ignore_compile_internals"
+    monkeypatch.setattr(torch.utils._python_dispatch, flag, lambda: True)
+    assert _torch.modes.dispatch_mode() == ""

@@ -108,8 +108,9 @@ def test_untimed_steps_are_counted_and_a_compile_in_one_of_them_is_recorded():
     assert callback.session._measurements.timer.steps("infer") == {"compiled": 421}
 
 
+@pytest.mark.parametrize("loop", ["predict", "fit"])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_untimed_steps_of_any_device_are_only_counted(on_gpu, monkeypatch):
+def test_untimed_steps_of_any_device_are_only_counted(on_gpu, loop, monkeypatch):
     calls = Counter()
     stop = StepTimer.stop
     monkeypatch.setattr(StepTimer, "stop", lambda *args: (calls.update(["stop"]), stop(*args)))
@@ -118,7 +119,12 @@ def test_untimed_steps_of_any_device_are_only_counted(on_gpu, monkeypatch):
         monkeypatch.setattr(StepsOnGpu, "free_cached", lambda *args, **kwargs: None)
         monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
     callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
-    trainer(callback).predict(Classifier(), loader(800))
-    assert callback.report.infer.diagnostics.steps == {"compiled": 800}
+    module = Classifier()
+    module.on_before_zero_grad = lambda optimizer: calls.update([torch.autograd.is_multithreading_enabled()])
+    getattr(trainer(callback), loop)(module, loader(800))
+    report = callback.report.train if loop == "fit" else callback.report.infer
+    assert report.diagnostics.steps == {"compiled": 800}
     assert calls["stop"] < 600
     assert calls["mark"] == (800 if on_gpu else 0)
+    if loop == "fit":
+        assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step
