@@ -217,7 +217,7 @@ class Session:
             counted.graphs, counted.eager_calls = recorder.executions.graphs, recorder.executions.eager_calls
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             if self.gpu.on_gpu:
-                self.gpu.step_begins(trains_compiled=self._trains_compiled(counted.variant))
+                self.gpu.step_begins(self.stage.phase, counted.variant)
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
         if first:
@@ -228,7 +228,7 @@ class Session:
         looks_up, self._stage_is_new = first or self._stage_is_new, False
         self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
-            self.gpu.step_begins(trains_compiled=self._trains_compiled(variant))
+            self.gpu.step_begins(stage.phase, variant)
         if stage.eager:
             self._step = None
             return False
@@ -245,9 +245,6 @@ class Session:
             self._helper.poll()
         self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
         return step.span is not None
-
-    def _trains_compiled(self, variant: Variant) -> bool:
-        return variant.config is not None and self.stage.phase == "train"
 
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.variant import Variant
 
 
 class StepsOnGpu:
@@ -30,10 +31,11 @@ class StepsOnGpu:
         self.on_gpu = device.type == "cuda"
         self._several_devices = len({weight.device for weight in self._module.parameters()}) > 1
 
-    def step_begins(self, *, trains_compiled: bool) -> None:
+    def step_begins(self, phase: Phase, variant: Variant) -> None:
         """Begin a step."""
         if self.on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
+            trains_compiled = phase == "train" and variant.config is not None
             # Another callback of the trainer may have changed the setting already.
             if trains_compiled and not self._several_devices and torch.autograd.is_multithreading_enabled():
                 self._one_thread = torch.autograd.set_multithreading_enabled(False)  # the constructor changes it
