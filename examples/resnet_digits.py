@@ -5,7 +5,8 @@ nothing. It takes about a minute and a half on two idle CPU cores. `InductorComp
 only addition to a normal Lightning script. A second run loads the compiled code from the folder --cache-dir.
 
 On a CPU, an eager step of a ResNet with few channels spends much of its time in batch norm, ReLU and addition, which
-the compiler fuses. A wide ResNet spends it in convolutions, for which compiled code calls the same library.
+the compiler fuses. A wide ResNet spends it in convolutions, for which compiled code calls the same library. In
+channels-last memory format, eager convolutions of this network are faster, and about 1.2x remains.
 
     python examples/resnet_digits.py --train-mode default --infer-mode default
 """
@@ -29,7 +30,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import Bottleneck
 from torchvision.transforms.v2 import RandomCrop, Transform
 
 from compile_callbacks import AOTInductorExport, InductorCompile
@@ -39,21 +40,21 @@ HELD_OUT = 256  # images for validation, and for test: a multiple of the batch s
 
 
 def make_resnet(width: int = 16) -> nn.Sequential:
-    """Return the ResNet for CIFAR of https://arxiv.org/abs/1512.03385 (section 4.2) with n = 1, for grey images."""
+    """Return a ResNet with bottleneck blocks (https://arxiv.org/abs/1512.03385, section 4.1), for small grey images."""
     layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    layers.append(BasicBlock(width, width))
+    layers.append(Bottleneck(width, width // 4))
     for channels in (width, 2 * width):
         shortcut = nn.Sequential(
             nn.Conv2d(channels, 2 * channels, 1, stride=2, bias=False), nn.BatchNorm2d(2 * channels)
         )
-        layers.append(BasicBlock(channels, 2 * channels, stride=2, downsample=shortcut))
+        layers.append(Bottleneck(channels, channels // 2, stride=2, downsample=shortcut))
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
 
 
 class DigitClassifier(LightningModule):
     """A ResNet for small grey images."""
 
-    def __init__(self, lr: float = 0.1) -> None:
+    def __init__(self, lr: float = 0.2) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = make_resnet()
