@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_version = operator.attrgetter("_version")
 
 _CHUNK = 2**22  # elements to hash at once, which bounds the memory of the hash
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,7 +25,7 @@ class WeightWatch:
         self._tensors: list[torch.Tensor] = []
         self._inner: list[tuple[Any, str, Any]] = []  # tensor subclasses, with the names and values of their tensors
         self._some_lazy = False
-        self._versions: list[tuple[int, int]] = []
+        self._versions: tuple[list[int], ...] = ()
         self._addresses: list[int] = []
         self._hashes: tuple[int, ...] | None = None
 
@@ -55,9 +58,11 @@ class WeightWatch:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         return (self._hashes, self._addresses) != before
 
-    def _read_versions(self) -> list[tuple[int, int]]:
-        versions = [(tensor.data_ptr(), tensor._version) for tensor in self._tensors]
-        return versions + [(id(getattr(weight, name)), weight._version) for weight, name, _ in self._inner]
+    def _read_versions(self) -> tuple[list[int], ...]:
+        # Maps of functions in C, because each step does this for hundreds of tensors.
+        addresses, versions = list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
+        ids = [id(getattr(weight, name)) for weight, name, _ in self._inner]
+        return addresses, versions, ids, [weight._version for weight, _, _ in self._inner]
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:

@@ -1,7 +1,11 @@
 """`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for a `TuningPolicy`.
 
-Eager and each candidate run one block of steps in turn, or two if too few steps of the block can be compared. Then
+Eager and each candidate run one block of steps in turn, or more if too few steps of the block can be compared. Then
 eager and the fastest candidate run one more block each. The tuner uses no clock and no random numbers.
+
+The first step with new shapes may take several times as long: libraries select their kernels (100 ms for cuDNN's
+attention on an H200, against 16 ms for the step), and torch records a CUDA graph. Such steps are not compared, because
+the first candidates would have most of them. If shapes hardly repeat, they are the usual case, and are compared.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from compile_callbacks.tuning.tune import AUTO, Tune
 LEVEL = 0.99
 """The confidence level of the comparison with eager. It is stricter than in the report, because a `Tune` compares each
 candidate with eager, and one false result of them is enough for a wrong choice."""
+
+MAX_BLOCKS = 4
+"""The number of blocks after which a candidate without enough samples is not compared."""
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
@@ -42,6 +49,8 @@ class Tuner:
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._finalist: Trial | None = None
+        self._shapes_repeat = True
+        self._new_shapes_ms: list[float] = []  # of eager
         self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
 
     @property
@@ -91,10 +100,14 @@ class Tuner:
         self.steps_left -= block.steps
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
-        trial.blocks.append(block.milliseconds)
-        is_short = len(trial.samples) < MIN_SAMPLES and len(trial.blocks) == 1 and block.problem is None
-        if is_short and self._budget_left > 0:  # runs once more, because too few of its steps can be compared
+        trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
+        self._new_shapes_ms += block.new_shapes_ms if trial is self._eager else ()
+        is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None
+        if is_short and len(trial.blocks) < MAX_BLOCKS and self._budget_left > 0:
             return
+        if is_short and trial is self._eager:
+            self._shapes_repeat = False
+            trial.blocks.append(self._new_shapes_ms)
         self._turns.pop(0)
         trial.graphs, trial.breaks = block.graphs, block.breaks
         if block.problem is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -107,9 +107,7 @@ class TuningPolicy:
         work = made_for.get("work") if isinstance(made_for, dict) else None
         # Each candidate that the earlier run may have had.
         trials = list(self._candidates(shapes_vary=True, healing=_healing_of(data)))
-        possible = (self._tuner.trials[EAGER], *(trial for trial in trials if trial.verdict == "undecided"))
-        names = {_key(trial): trial.candidate for trial in possible}
-        name = names.get(str(data.get("config_key")))
+        name = self._name_of(data.get("config_key"), trials)
         same = self._tuner.winner is None and name is not None and made_for == self._all_conditions(work)
         if all(self._ranks.gather(same)) and name is not None:
             self._made_for = self._all_conditions(work)
@@ -136,7 +134,7 @@ class TuningPolicy:
             return
         self._workloads[step.workload] += 1
         if step.span is not None:
-            self._timed.append((step.workload, step.span))
+            self._timed.append((step.workload, step.span, step.is_sample))
         self._block_steps += 1
         self._block_seconds += time.perf_counter() - step.began
         if self._block_steps >= self._steps_per_block:
@@ -182,34 +180,38 @@ class TuningPolicy:
     # ------------------------------------------------------------------------------------------ blocks
 
     def _begin_block(self) -> None:
-        self._timed: list[tuple[Workload, Span]] = []
+        self._timed: list[tuple[Workload, Span, bool]] = []  # whether it is a sample, not the first with its shapes
         self._block_steps, self._block_seconds = 0, 0.0
 
     def _block_ends(self) -> None:
         if self._compared is None:
             self._compared = self._of_rank_zero(compared_workload(self._workloads))
+            self._list_candidates(self._compared)
         self._tuner.block_ends(self._of_rank_zero(self._block()))
         self._begin_block()
-        if self._tuner.needs_candidates:
-            self._start(self._compared)
+        if self._tuner.needs_candidates or (self._earlier is not None and len(self._tuner.trials) == 1):
+            self._tuner.start(self._listed)
+            if self._record is not None and self._earlier is not None:
+                self._tuner.adopt(self._earlier, f"won in an earlier run; delete {self._record.path} to measure again")
         if self._tuner.winner is not None:
             self._announce()
             if self._phase == "train" or self._ranks.size == 1:
                 self._keep()
 
-    def _start(self, compared: Workload) -> None:
-        """Start with the candidates after eager was measured, or use the winner of an earlier run."""
+    def _list_candidates(self, compared: Workload) -> None:
+        """List the candidates after the first block, and look for the winner of an earlier run."""
         vary = compared not in self._workloads and len({w.shapes for w in self._workloads}) > 1
         self._made_for = self._all_conditions(repr(compared))
         winners = {} if self._record is None else self._record.load()["winners"]
         entry = winners.get(digest(self._made_for), {})
-        shapes_vary, earlier, healing = self._of_rank_zero((vary, entry.get("config_key"), _healing_of(entry)))
-        trials = list(self._candidates(shapes_vary=shapes_vary, healing=healing))
-        self._tuner.start(trials)
-        name = self._names.get(earlier)
-        without_effect = any(trial.candidate == name and trial.verdict == "not tried" for trial in trials)
-        if self._record is not None and name is not None and not without_effect:
-            self._tuner.adopt(name, f"won in an earlier run; delete {self._record.path} to measure again")
+        shapes_vary, key, healing = self._of_rank_zero((vary, entry.get("config_key"), _healing_of(entry)))
+        self._listed = list(self._candidates(shapes_vary=shapes_vary, healing=healing))
+        self._earlier = self._name_of(key, self._listed)
+
+    def _name_of(self, key: object, trials: Sequence[Trial]) -> str | None:
+        """Return the name of the candidate with this key, eager or one of ``trials`` that is not excluded."""
+        possible = (self._tuner.trials[EAGER], *(trial for trial in trials if trial.verdict == "undecided"))
+        return {_key(trial): trial.candidate for trial in possible}.get(str(key))
 
     def _all_conditions(self, work: Any) -> dict[str, Any]:
         return {**self._conditions, "phase": self._phase, "tune": self._tune.key(), "work": work}
@@ -223,16 +225,17 @@ class TuningPolicy:
         began = time.perf_counter()
         self._recorder.collect()
         compared = (self._compared,)
-        milliseconds = [  # reading a span synchronizes the GPU
-            span.milliseconds() for w, span in self._timed if w in compared or w._replace(shapes=()) in compared
-        ]
+        milliseconds: dict[bool, list[float]] = {True: [], False: []}
+        for workload, span, is_sample in self._timed:
+            if workload in compared or workload._replace(shapes=()) in compared:
+                milliseconds[is_sample].append(span.milliseconds())  # synchronizes the GPU
         compiles = [event for event in self._events() if event.kind in ("compile", "background")]
         compile_seconds = sum(event.seconds or 0 for event in compiles)
         seconds = self._block_seconds + time.perf_counter() - began
         breaks = [event.reason or "" for event in self._events() if event.kind == "graph_break"]
         settings = healing_settings(breaks)[0] if self._tune.candidates == AUTO else {}
         return Block(
-            milliseconds,
+            milliseconds[True],
             seconds,
             compile_seconds,
             self._problem(),
@@ -240,6 +243,7 @@ class TuningPolicy:
             graphs=sum(event.graphs for event in self._events()),
             breaks=len(breaks),
             healing=tuple(name for name in SET_UNASKED if name in settings),
+            new_shapes_ms=milliseconds[False],
         )
 
     def _events(self, since: int = 0) -> list[CompileEvent]:

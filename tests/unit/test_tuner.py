@@ -157,17 +157,39 @@ def test_the_usual_workload_is_compared_or_all_shapes_if_none_is_usual():
     assert compared_workload(sizes) == Workload("train", "", ())
 
 
-def test_a_block_with_too_few_comparable_steps_runs_once_more():
+def test_a_block_with_too_few_comparable_steps_runs_again():
     tuner = tuner_of()
     tuner.block_ends(Block([10.0] * 4, 1.0, steps=13))
     assert tuner.candidate == "eager"
     tuner.block_ends(Block([10.0] * 4, 1.0, steps=13))
     tuner.start([Trial(Variant(None, "a"))])
-    for _ in range(2):
+    for _ in range(4):
         assert tuner.candidate == "a"
-        tuner.block_ends(Block([5.0] * 2, 1.0, steps=13))
+        tuner.block_ends(Block([5.0], 1.0, steps=13))
     assert (tuner.winner, reason(tuner, "a")) == ("eager", "only 4 steps can be compared")
     assert not tuner.worth_keeping
+
+
+@pytest.mark.parametrize("lengths", [10, 40, 120, 10**6])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_steps_of_new_shapes_do_not_favor_the_last_candidate(lengths, seed):
+    """With attention on a GPU, cuDNN selects a kernel for each new length, in the first candidate that has it."""
+    draw, known, seen = random.Random(seed), set(), Counter()
+    tuner = tuner_of()
+    mean_ms = {"eager": 16.0, "a": 6.0, "b": 15.8, "c": 15.9}
+    while tuner.winner is None:
+        milliseconds, new = [], []
+        for number in range(14):
+            length = draw.randrange(lengths)
+            ms = mean_ms[tuner.candidate] * draw.uniform(1, 1.05) + (0 if length in known else 90)
+            if number > 3:
+                (milliseconds if seen[tuner.candidate, length] else new).append(ms)
+            known.add(length)
+            seen[tuner.candidate, length] += 1
+        tuner.block_ends(Block(milliseconds, sum(milliseconds) / 1000, 1.0, steps=14, new_shapes_ms=new))
+        if tuner.needs_candidates:
+            tuner.start([Trial(Variant(None, name)) for name in "abc"])
+    assert tuner.winner == "a", {name: trial.median_ms for name, trial in tuner.trials.items()}
 
 
 def test_auto_has_dynamic_candidates_if_shapes_vary():
