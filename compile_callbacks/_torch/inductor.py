@@ -160,9 +160,17 @@ def eager_random_numbers() -> Any:
 
 
 def tagged_cache(tag: str) -> Any:
-    """Return a context manager that adds a tag to the keys of torch's caches."""
-    before = torch.compiler.config.cache_key_tag
-    return torch.compiler.config.patch(cache_key_tag=f"{before} {tag}".strip())  # type: ignore[attr-defined]
+    """Return a context manager that adds a tag to the keys of torch's caches for graphs.
+
+    Inductor's configuration is a part of these keys, and no function has the name of this entry. The setting that is
+    meant for tags, ``torch.compiler.config.cache_key_tag``, is also a part of the keys under which the configurations
+    of autotuned kernels are read, but not of those under which the compile processes, which do not have the setting,
+    let torch save them (torch 2.11 and 2.15): each warm start would benchmark its kernels again.
+    """
+    from torch._inductor import config
+
+    functions = config.unsafe_marked_cacheable_functions
+    return config.patch(unsafe_marked_cacheable_functions={**functions, "compile_callbacks tag": tag})
 
 
 def autocast_state() -> str:

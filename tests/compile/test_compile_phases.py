@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._functorch.config
 from torch import nn
+from torch._inductor.runtime.autotune_cache import AutotuneCache
 
 from compile_callbacks import InductorConfig, Tune, compile_phases, report_of, restore
 from tests.support.against_eager import assert_same_gradients
@@ -161,6 +162,20 @@ def test_autocasts_of_two_dtypes_share_no_cached_graph():
         with torch.no_grad(), torch.autocast("cpu", dtype):
             assert module(X).dtype == dtype
         restore(module)
+
+
+class KernelKey(Uncached):
+    def __call__(self, graph, is_inference):
+        self.key = AutotuneCache._prepare_key("kernel.py")
+
+
+def test_a_compile_reads_the_keys_of_kernels_that_torchs_compile_processes_save():
+    """The processes have no setting that only this process changes. A GPU test in test_cache_dir.py has the effect."""
+    keep = KernelKey()
+    module = compile_phases(nn.Linear(FEATURES, CLASSES), train_mode=InductorConfig(passes=[keep]), verify="off")
+    module(X)
+    assert keep.key == AutotuneCache._prepare_key("kernel.py")
+    restore(module)
 
 
 def test_a_smaller_activation_memory_budget_saves_less_for_backward_and_computes_the_same():

@@ -142,3 +142,30 @@ def test_compile_workers_that_started_earlier_use_the_folder(tmp_path):
     fit(InductorCompile("default", None, baseline_steps=0, verify="off"), 24)  # starts the workers
     fit(InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=tmp_path), 40)
     assert list((tmp_path / "triton").rglob("*.cubin"))
+
+
+# `FEATURES` columns of a batch norm: Inductor measures several configurations of the kernel.
+AUTOTUNED = """
+import sys
+
+from torch import nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from compile_callbacks import InductorCompile
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, trainer
+
+measured = []
+bench = CachingAutotuner.bench
+CachingAutotuner.bench = lambda self, *args, **kwargs: measured.append(self) or bench(self, *args, **kwargs)
+net = nn.Sequential(nn.Linear(FEATURES, 512), nn.BatchNorm1d(512), nn.GELU(), nn.Linear(512, CLASSES))
+callback = InductorCompile("default", None, cache_dir=sys.argv[1], baseline_steps=0, verify="off")
+trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(3, batch_size=1024))
+print(len(measured))
+"""
+
+
+@pytest.mark.all_versions
+@pytest.mark.gpu
+def test_a_second_process_measures_no_configurations_of_kernels(tmp_path):
+    assert int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) > 0
+    assert int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) == 0
