@@ -44,8 +44,9 @@ class Table:
 
 
 TABLES = {
-    "ddp": Table("ddp.py --batch-sizes 256 --rounds 5 --options --budget-seconds 500", 560, gpus=2),
-    "ddp_batches": Table("ddp.py --batch-sizes 1024 128 --rounds 2 --budget-seconds 480", 540, gpus=2),
+    "ddp": Table("ddp.py --batch-sizes 256 --rounds 5 --options --budget-seconds 420", 450, gpus=2),
+    "ddp_128": Table("ddp.py --batch-sizes 128 --rounds 5 --options --budget-seconds 380", 410, gpus=2),
+    "ddp_1024": Table("ddp.py --batch-sizes 1024 --rounds 5 --options --budget-seconds 460", 490, gpus=2),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     "faults": Table("rank_faults.py --run-seconds 150", 160, gpus=2),
