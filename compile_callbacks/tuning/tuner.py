@@ -26,6 +26,10 @@ candidate with eager, and one false result of them is enough for a wrong choice.
 MAX_BLOCKS = 4
 """The number of blocks after which a candidate without enough samples is not compared."""
 
+MAX_SETTLED_BLOCKS = 16
+"""The same number if torch no longer compiles the candidate. A mode with CUDA graphs records one for each shape, in the
+second step that has it. With 40 shapes, five steps can be compared after about 130 steps (H200)."""
+
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
 _AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
@@ -98,12 +102,13 @@ class Tuner:
         trial = self._turns[0]
         self._budget_left -= block.seconds
         self.steps_left -= block.steps
+        settled = trial is not self._eager and trial.compile_seconds == block.compile_seconds
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
         self._new_shapes_ms += block.new_shapes_ms if trial is self._eager else ()
         is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None
-        if is_short and len(trial.blocks) < MAX_BLOCKS and self._budget_left > 0:
+        if is_short and len(trial.blocks) < (MAX_SETTLED_BLOCKS if settled else MAX_BLOCKS) and self._budget_left > 0:
             return
         if is_short and trial is self._eager:
             self._shapes_repeat = False

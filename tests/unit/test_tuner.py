@@ -163,11 +163,33 @@ def test_a_block_with_too_few_comparable_steps_runs_again():
     assert tuner.candidate == "eager"
     tuner.block_ends(Block([10.0] * 4, 1.0, steps=13))
     tuner.start([Trial(Variant(None, "a"))])
-    for _ in range(4):
+    for number in range(4):  # each block compiles
         assert tuner.candidate == "a"
-        tuner.block_ends(Block([5.0], 1.0, steps=13))
+        tuner.block_ends(Block([5.0], 1.0, compile_seconds=number + 1, steps=13))
     assert (tuner.winner, reason(tuner, "a")) == ("eager", "only 4 steps can be compared")
     assert not tuner.worth_keeping
+
+
+def test_a_candidate_that_records_a_cuda_graph_for_each_shape_runs_until_its_steps_can_be_compared():
+    tuner = tuner_of()
+    tuner.block_ends(Block([15.0, 15.5] * 3, 1.0, steps=14, new_shapes_ms=[100.0] * 8))
+    tuner.start([Trial(Variant(None, "a"))])
+    for _ in range(10):  # a recording in one of three steps leaves no sample
+        assert tuner.candidate == "a"
+        tuner.block_ends(Block([], 1.0, compile_seconds=18.0, steps=14, new_shapes_ms=[7.0]))
+    for number in range(40):
+        name, ms = tuner.candidate, {"eager": 15.0, "a": 6.0}[tuner.candidate]
+        tuner.block_ends(Block([ms, ms + 0.1] * 3, 1.0, compile_seconds=18.0 * (name == "a"), steps=14))
+        if tuner.winner is not None:
+            break
+    assert (tuner.winner, number) == ("a", 2)
+    never = tuner_of()
+    never.block_ends(Block([15.0] * 6, 1.0, steps=14))
+    never.start([Trial(Variant(None, "a"))])
+    for _ in range(16):
+        assert never.candidate == "a"
+        never.block_ends(Block([], 1.0, compile_seconds=18.0, steps=14))
+    assert (never.winner, reason(never, "a")) == ("eager", "only 0 steps can be compared")
 
 
 @pytest.mark.parametrize("lengths", [10, 40, 120, 10**6])
