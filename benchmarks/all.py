@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tables import say
+from zoo import MODELS as ZOO
 
 ORDINARY = {"vit_b_16": 150, "bert": 190, "gpt2": 160, "convnext_tiny": 210, "efficientnet_b0": 350, "unet": 110}
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
@@ -63,7 +64,6 @@ TABLES = {
     },
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
-    "background_max_autotune": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode max-autotune", 560),
     "items": Table("ordinary.py --model items-8 --ways auto eager default healed hand hand-healed lightning", 200),
     "lengths": Table("ordinary.py --model blocks-6 --lengths 40", 250),
     **{f"regions_{name}": Table(f"regions.py --models {name}", 260) for name in ("1b", "3b", "8b")},
@@ -73,8 +73,10 @@ TABLES = {
     "scaling_depth": Table("scaling.py", 400),
     "memory": Table("memory.py", 240),
     "warm_start": Table("warm_start.py --pairs 1 --warm-runs 3 --no-moved", 200),
-    "zoo_train": Table("zoo.py --phase train", 400),
-    "zoo_infer": Table("zoo.py --phase infer", 300),
+    "zoo_train": Table(f"zoo.py --phase train --models {' '.join(ZOO[:8])}", 470),
+    "zoo_train_attention": Table(f"zoo.py --phase train --models {' '.join(ZOO[8:])}", 350),
+    "zoo_infer": Table(f"zoo.py --phase infer --models {' '.join(ZOO[:8])}", 470),
+    "zoo_infer_attention": Table(f"zoo.py --phase infer --models {' '.join(ZOO[8:])}", 350),
 }
 
 

@@ -5,7 +5,7 @@
 
 The model has the size of GPT-2 (12 layers, width 768, 1,024 tokens) and computes its loss itself. Each way is one
 `Trainer.fit` in bf16 with AdamW. The script reads the statistics of torch's allocator: the peak of the whole run, the
-peak of its last steps, and the reserved memory at the end. Lightning's sanity check and validation are off.
+peak of its last steps, and the largest reserved memory. Lightning's sanity check and validation are off.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CALLBACKS: dict[str, dict[str, Any] | None] = {
 }
 """The arguments of the callback, for each way that has one."""
 COLUMNS = {
-    "way": "{}", "peak_memory_mib": "{:,.0f}", "last_peak_memory_mib": "{:,.0f}", "reserved_mib": "{:,.0f}",
+    "way": "{}", "peak_memory_mib": "{:,.0f}", "last_peak_memory_mib": "{:,.0f}", "max_reserved_mib": "{:,.0f}",
     "step_ms": "{:.1f}", "compared": "{}",
 }  # fmt: skip
 
@@ -130,7 +130,7 @@ def measure(way: str, args: argparse.Namespace) -> Row:
         "batch_size": args.batch_size,
         "peak_memory_mib": max(peak.earlier, last) / 2**20 if on_gpu else None,
         "last_peak_memory_mib": last / 2**20 if on_gpu else None,
-        "reserved_mib": torch.cuda.memory_reserved() / 2**20 if on_gpu else None,
+        "max_reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if on_gpu else None,
         "step_ms": statistics.median(clock.block_ms[-LAST_STEPS:]),
         "compared": next((call.report.train.verified for call in callbacks if isinstance(call, InductorCompile)), None),
         "environment": environment(),

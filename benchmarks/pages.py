@@ -118,15 +118,15 @@ have. The steps of all ways ran in alternating blocks on the same cores.""",
 forward, loss and backward. *Of eager* is the speedup.""",
     ),
     "zoo_train": Table(
-        "zoo_train", zoo.show, "Models of torchvision and timm, training", "`torch.compile` runs in mode `default`."
+        "zoo_train*", zoo.show, "Models of torchvision and timm, training",
+        "`torch.compile` runs in mode `default`. The run ended with its time, before it measured all models.",
     ),
     "zoo_infer": Table(
-        "zoo_infer", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."
+        "zoo_infer*", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
-        """*Last peak memory* is the peak of the last five steps, and *reserved* is the memory of torch's allocator at
-the end.""",
+        "*Last peak memory* is the peak of the last five steps, and *max reserved* is that of torch's allocator.",
     ),
     "warm_start": Table(
         "warm_start", partial(print_columns, warm_start.COLUMNS), "Warm start",

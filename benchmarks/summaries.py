@@ -231,7 +231,7 @@ def longest_step(machine: str) -> None:
 def first_compile(machine: str) -> None:
     """The first step of a ResNet-50 that is compiled by hand."""
     seconds = [row["longest_s"] for row in rows_of(f"{machine}/background_resnet50_*") if row["way"] == "by hand"]
-    print(f"{min(seconds):.0f} to {max(seconds):.0f} s")
+    print(" to ".join(dict.fromkeys(f"{of_run:.0f}" for of_run in (min(seconds), max(seconds)))) + " s")
 
 
 def chart_origin(machine: str) -> None:

@@ -65,11 +65,15 @@ def read(pattern: str) -> list[dict[str, Any]]:
 def origins(results: Iterable[Mapping[str, Any]]) -> str:
     """The devices, the versions, the commits and the dates of results."""
     names = {"python": "Python", "torch": "torch", "triton": "Triton", "lightning": "Lightning"}
-    devices: dict[str, list[str]] = {}
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for result in results:
         versions = ", ".join(f"{name} {result['versions'][key]}" for key, name in names.items())
-        devices.setdefault(f"{versions}, commit {result['commit']}, {result['date']}", []).append(result["device"])
-    return "; ".join(f"{' and '.join(dict.fromkeys(of_rest))}, {rest}" for rest, of_rest in devices.items())
+        devices, commits = found.setdefault(versions, ({}, {}))
+        devices[result["device"]] = commits[f"commit {result['commit']}, {result['date']}"] = None
+    return "; ".join(
+        f"{' and '.join(devices)}, {versions}, {' and '.join(commits)}"
+        for versions, (devices, commits) in found.items()
+    )
 
 
 def save(path: Path | None, title: str, rows: Sequence[Row], environment: Mapping[str, str] | None = None) -> None:
