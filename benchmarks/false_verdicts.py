@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import torch
-from tables import Row, parser_for, print_columns, save, say
+from tables import Row, in_order, parser_for, print_table, save, say
 from torch import nn
 
 from compile_callbacks import Tune
@@ -137,10 +137,7 @@ def simulation(runs: int) -> Iterator[Row]:
         rules.items(), MACHINES.items(), (1.0, 1.05, 1.1, 1.3)
     ):
         outcomes = Counter(simulate(ratio, seed=seed, **settings) for seed in range(runs))
-        yield {
-            "part": "simulation", "rule": rule, "machine": machine, "true_ratio": ratio, "runs": runs,
-            **{outcome: outcomes[outcome] / runs for outcome in ("faster", "slower", "not comparable")},
-        }  # fmt: skip
+        yield row_of(rule, machine, ratio, outcomes)
 
 
 def keep_busy(seed: int) -> None:
@@ -180,11 +177,25 @@ def eager_against_eager(pairs: int, steps: int) -> Row:
     finally:
         for other in others:
             other.terminate()
-    return {"part": "eager against eager", "rule": "report", "runs": pairs, "steps": steps, **dict(outcomes)}
+    return row_of("report", "busy, eager against eager", 1.0, outcomes)
 
 
-COLUMNS = {"rule": "{}", "machine": "{}", "true_ratio": "{:.2f}", "runs": "{}", "faster": "{:.1%}", "slower": "{:.1%}",
-           "not comparable": "{:.1%}"}  # fmt: skip
+def row_of(rule: str, machine: str, ratio: float, outcomes: Counter[str]) -> Row:
+    """A row: the number of runs, and the shares of those with each claim."""
+    runs = outcomes.total()
+    shares = {outcome: outcomes[outcome] / runs for outcome in ("faster", "slower", "not comparable")}
+    return {"rule": rule, "machine": machine, "true_ratio": ratio, "runs": runs, **shares}
+
+
+def show(rows: list[Row]) -> None:
+    """Print the share of the runs that are called faster, by the true ratio; at 1.00, each claim is false."""
+    ratios = in_order(rows, lambda row: row["true_ratio"])
+    lines = []
+    for rule, machine in in_order(rows, lambda row: (row["rule"], row["machine"])):
+        of_line = {row["true_ratio"]: row for row in rows if (row["rule"], row["machine"]) == (rule, machine)}
+        cells = [f"{of_line[ratio]['faster']:.1%}" if ratio in of_line else "" for ratio in ratios]
+        lines.append([f"{rule}, {machine}", str(of_line[1.0]["runs"]), *cells, f"{of_line[1.0]['slower']:.1%}"])
+    print_table(["rule, machine", "runs", *(f"faster at {ratio:.2f}" for ratio in ratios), "slower at 1.00"], lines)
 
 
 def main() -> None:
@@ -198,11 +209,9 @@ def main() -> None:
     for row in simulation(args.runs) if args.runs else ():
         say(str(row))
         rows.append(row)
-    if rows:
-        print_columns(COLUMNS, rows)
     if args.pairs:
         rows.append(eager_against_eager(args.pairs, args.steps))
-        print(rows[-1])
+    show(rows)
     save(args.json, "False verdicts", rows)
 
 

@@ -25,14 +25,17 @@ from typing import Any
 import background
 import chart
 import ddp
+import false_verdicts
 import fsdp2
 import memory
+import net_seconds
 import ordinary
 import rank_faults
 import regions
 import resnet50
 import scaling
 import spiking
+import tiny_steps
 import warm_start
 import zoo
 from summaries import SUMMARIES
@@ -108,9 +111,30 @@ have. The steps of all ways ran in alternating blocks on the same cores.""",
         "The same models; a step is forward and backward, and the first step of each way includes the backward graphs.",
     ),
     "scaling_depth": Table(
-        "scaling_depth", scaling.show, "Repeated blocks against the depth",
-        """A transformer trains with fused AdamW. *Nested* is `targets="repeated"`, and *separate* is
-`targets=["layers.*"]`. *Of whole* is a time divided by that of the whole model.""",
+        "scaling_depth*", scaling.show, "Repeated blocks against the depth",
+        """A transformer trains with AdamW. *Nested* is `targets="repeated"`, and *separate* is `targets=["layers.*"]`.
+*Of whole* is a time divided by that of the whole model: of CPU time on a CPU, because other programs may use it.""",
+    ),
+    "tiny_steps": Table(
+        "tiny_steps", partial(print_columns, tiny_steps.COLUMNS), "The CPU time that a step takes in addition",
+        """The model is a tiny MLP (32 to 32 to 10, batch 8), so that almost all time is CPU time around the compiled
+code. Each figure is the median of rounds that alternate between the rows. An *empty callback* is a Lightning callback
+without hooks: Lightning takes time to call the hooks of each callback. In the loop *infer*, *callback* is
+`InductorBackend.infer`.""",
+    ),
+    "net_seconds": Table(
+        "net_seconds", partial(print_columns, net_seconds.COLUMNS), "Net seconds saved against a stopwatch",
+        """Each pair is a training run without the callback and a run with it, both as new processes with an empty
+compiler cache. *Measured* is the difference of both by a stopwatch, *reported* is the report's `net_seconds_saved`, and
+*error* is their difference as a share of the eager run.""",
+    ),
+    "false_verdicts": Table(
+        "false_verdicts", false_verdicts.show, "False verdicts",
+        """The simulation runs the timer and the rule of the report, and a `Tune` of one candidate, on step times with
+4% noise: 10 eager steps, and 2,000 compiled steps of 50 ms. In bursts of 1 to 4 s, steps take 10% to 50% longer; drift
+makes the machine 5% faster or slower during the run. The table shows the share of runs that call compiled steps faster,
+by their true speedup. At a true speedup of 1.00, each such claim is false. The last row compares eager steps with eager
+steps of a small network, while other processes keep all cores busy.""",
     ),
     "spiking": Table(
         "spiking", partial(print_columns, spiking.COLUMNS), "A small spiking network",

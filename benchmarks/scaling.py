@@ -9,11 +9,11 @@ Each row is a process with an empty cache; they run one after the other. "first 
 with compiling, "step" the median of the following ones. "gradient error" is the largest relative error of a gradient
 against the eager model's, before the first step. The CPU times are of all threads and of the C++ compiler; unlike the
 other times, they hardly depend on other processes of the machine. "of whole" is a time divided by the whole model's.
---chart draws the first step and the step against the depth, with --cpu-times as CPU times. With --from-json, the script
+--chart draws the first step and the step against the depth, on a CPU as CPU times. With --from-json, the script
 measures nothing and shows the rows of a file.
 
 python benchmarks/scaling.py [--device cpu] [--depths 12 24 48] [--width 512] [--mode reduce-overhead] [--steps 30]
-                             [--json FILE] [--chart FILE] [--cpu-times] [--from-json FILE]
+                             [--json FILE] [--chart FILE] [--from-json FILE]
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def rows_of(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def of_whole(rows: list[Row], *, cpu_times: bool) -> list[Row]:
+def of_whole(rows: list[Row]) -> list[Row]:
     """Return the rows with their times divided by those of the whole model."""
-    columns = dict(zip(("of_whole_first_step", "of_whole_step"), times_of(cpu_times=cpu_times), strict=True))
+    columns = dict(zip(("of_whole_first_step", "of_whole_step"), times_of(rows), strict=True))
     compared = []
     for row in rows:
         whole = find(rows, "whole", layers=row["layers"])
@@ -139,17 +139,18 @@ def of_whole(rows: list[Row], *, cpu_times: bool) -> list[Row]:
     return compared
 
 
-def show(rows: list[Row], *, cpu_times: bool = False) -> None:
+def show(rows: list[Row]) -> None:
     """Print the table."""
-    print_columns(COLUMNS, of_whole(rows, cpu_times=cpu_times))
+    print_columns(COLUMNS, of_whole(rows))
 
 
-def times_of(*, cpu_times: bool) -> tuple[str, str]:
-    """Return the fields of the first step and of the later steps."""
-    return ("first_step_cpu_seconds", "step_cpu_ms") if cpu_times else ("first_step_seconds", "step_ms")
+def times_of(rows: list[Row]) -> tuple[str, str]:
+    """Return the fields of the first step and of the later steps: of CPU time on a CPU, which others may use, too."""
+    on_cpu = all(row["device"] == "cpu" for row in rows)
+    return ("first_step_cpu_seconds", "step_cpu_ms") if on_cpu else ("first_step_seconds", "step_ms")
 
 
-def draw(rows: list[Row], output: Path, *, cpu_times: bool) -> None:
+def draw(rows: list[Row], output: Path) -> None:
     """Draw the first step and the step time against the depth, on axes from zero."""
     import matplotlib as mpl
 
@@ -157,9 +158,9 @@ def draw(rows: list[Row], output: Path, *, cpu_times: bool) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    cpu = "CPU " if cpu_times else ""
+    cpu = "CPU " if "cpu" in times_of(rows)[0] else ""
     titles = f"first step, {cpu}s", f"training step, {cpu}ms"
-    for axis, name, title in zip(axes, times_of(cpu_times=cpu_times), titles, strict=True):
+    for axis, name, title in zip(axes, times_of(rows), titles, strict=True):
         for way, color in COLORS.items():
             points = sorted((row["layers"], row[name]) for row in rows if row["way"] == way)
             if points:
@@ -186,7 +187,6 @@ def main() -> None:
     add("--warmup-steps", type=int, default=5)
     add("--steps", type=int, default=30)
     add("--chart", type=Path, help="draw the chart to this file")
-    add("--cpu-times", action="store_true", help="draw and compare CPU times, if other processes used the machine")
     add("--from-json", type=Path, metavar="FILE", help="measure nothing, show the rows of this file")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
@@ -195,9 +195,9 @@ def main() -> None:
     args.tokens = args.tokens or (256 if on_gpu else 32)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
     rows = json.loads(args.from_json.read_text())["rows"] if args.from_json else rows_of(args)
-    show(rows, cpu_times=args.cpu_times)
+    show(rows)
     if args.chart:
-        draw(rows, args.chart, cpu_times=args.cpu_times)
+        draw(rows, args.chart)
 
 
 if __name__ == "__main__":

@@ -239,7 +239,35 @@ def chart_origin(machine: str) -> None:
     print(origins(read(f"{machine}/resnet50_*")))
 
 
+def of_deepest(machine: str) -> None:
+    """The CPU times of the deepest transformer, with each version of torch."""
+    names = {"eager": "eager", "whole": "whole model", "nested": '`targets="repeated"`', "separate": "a glob"}
+    lines = []
+    for result in read(f"{machine}/scaling_depth*"):
+        rows = [row for row in result["rows"] if row["layers"] == max(row["layers"] for row in result["rows"])]
+        for row in rows:
+            first = "" if row["way"] == "eager" else f"{row['first_step_cpu_seconds']:.1f} s"
+            lines.append([result["versions"]["torch"], names[row["way"]], first, f"{row['step_cpu_ms']:.1f} ms"])
+    print_table(["torch", "compiled", "first step", "later step"], lines)
+
+
+def glob_break_even(machine: str) -> None:
+    """The number of steps after which nested regions have saved the CPU time that a glob saves in the first step."""
+    lines = []
+    for result in read(f"{machine}/scaling_depth*"):
+        for layers in in_order(result["rows"], lambda row: row["layers"]):
+            nested, glob = (find(result["rows"], way, layers=layers) for way in ("nested", "separate"))
+            first = nested["first_step_cpu_seconds"] - glob["first_step_cpu_seconds"]
+            step = glob["step_cpu_ms"] - nested["step_cpu_ms"]
+            seconds = f"{nested['first_step_cpu_seconds']:.1f} s, {glob['first_step_cpu_seconds']:.1f} s"
+            milliseconds = f"{nested['step_cpu_ms']:.1f} ms, {glob['step_cpu_ms']:.1f} ms"
+            steps = f"{1000 * first / step:,.0f} steps" if first > 0 and step > 0 else "-"
+            lines.append([str(layers), result["versions"]["torch"], seconds, milliseconds, steps])
+    head = ["blocks", "torch", 'first step, `"repeated"` and glob', 'later step, `"repeated"` and glob']
+    print_table([*head, "a glob is faster up to"], lines)
+
+
 SUMMARIES = [
     answer, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks, repeated_blocks_training, fsdp2_step,
-    whole_graphs, max_pool, longest_step, first_compile, chart_origin,
+    whole_graphs, max_pool, longest_step, first_compile, chart_origin, of_deepest, glob_break_even,
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 import torch
-from tables import parser_for, print_table, save
+from tables import parser_for, print_columns, save
 from torch import nn
 from trainer import Classifier, loader, make_trainer
 
@@ -94,6 +94,8 @@ WAYS = {
 }
 """The ways that each loop runs. Of "infer", the callback is `InductorBackend`, and the others run under `no_grad`."""
 
+COLUMNS = {"loop": "{}", "way": "{}", "step_us": "{:.1f}", "over_by_hand_us": "{:+.1f}", "of_by_hand": "{:.3f}"}
+
 
 def main() -> None:
     parser = parser_for(__doc__)
@@ -121,19 +123,7 @@ def main() -> None:
             }
         )
     rows.sort(key=lambda row: (list(WAYS).index(row["loop"]), WAYS[row["loop"]].index(row["way"])))
-    print_table(
-        ("loop", "way", "us a step", "over by hand", "of by hand"),
-        (
-            (
-                row["loop"],
-                row["way"],
-                f"{row['step_us']:.1f}",
-                f"{row['over_by_hand_us']:+.1f}",
-                f"{row['of_by_hand']:.3f}",
-            )
-            for row in rows
-        ),
-    )
+    print_columns(COLUMNS, rows)
     save(args.json, "CPU time of a tiny step", rows)
 
 

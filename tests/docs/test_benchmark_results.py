@@ -143,7 +143,7 @@ def sample(name, table):
         rows = json.loads((FOLDER / "h200" / f"ordinary_{LIKE[name]}.json").read_text())["rows"]
         return [row | {"way": WAYS_OF_ZOO.get(row["way"], row["way"])} if "zoo" in name else row for row in rows]
     if name == "scaling_depth":
-        return json.loads((FOLDER / "repeated_cpu_torch215.json").read_text())["rows"]
+        return json.loads((FOLDER / "cpu" / "scaling_depth_torch215.json").read_text())["rows"]
     if name == "regions_train":
         return json.loads((FOLDER / "h200" / "regions_1b.json").read_text())["rows"]
     (columns,) = table.show.args
