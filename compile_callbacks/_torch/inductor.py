@@ -125,8 +125,8 @@ def compile_graph(
     ]
     # The tag prevents that the cache returns code that was compiled without `expose_aliases` or `save_copies`.
     aliases_exposed = bool(regions.calls_of_regions(graph_module))
-    tag = f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed}"
-    with functorch_config.patch(settings), warnings.catch_warnings(), tagged_cache(tag.strip()):
+    options = tagged(options, f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed}")
+    with functorch_config.patch(settings), warnings.catch_warnings():
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
         compiler = compile_by or compile_fx
@@ -159,18 +159,19 @@ def eager_random_numbers() -> Any:
     return config.patch(fallback_random=True)
 
 
-def tagged_cache(tag: str) -> Any:
-    """Return a context manager that adds a tag to the keys of torch's caches for graphs.
+def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
+    """Return options of Inductor with a tag, which is a part of the keys of torch's caches for graphs.
 
-    Inductor's configuration is a part of these keys, and no function has the name of this entry. The setting that is
-    meant for tags, ``torch.compiler.config.cache_key_tag``, is also a part of the keys under which the configurations
-    of autotuned kernels are read, but not of those under which the compile processes, which do not have the setting,
-    let torch save them (torch 2.11 and 2.15): each warm start would benchmark its kernels again.
+    All options are a part of these keys, and no function has the name of this entry. torch's setting for tags,
+    ``torch.compiler.config.cache_key_tag``, is also a part of the keys under which the configurations of autotuned
+    kernels are read. But it is not a part of the keys under which they are saved, because the compile processes do not
+    have the setting (torch 2.11 and 2.15). So each warm start would benchmark its kernels again.
     """
     from torch._inductor import config
 
-    functions = config.unsafe_marked_cacheable_functions
-    return config.patch(unsafe_marked_cacheable_functions={**functions, "compile_callbacks tag": tag})
+    name = "unsafe_marked_cacheable_functions"
+    functions = {**getattr(config, name), **options.get(name, {}), "compile_callbacks tag": tag}
+    return {**options, name: functions}
 
 
 def autocast_state() -> str:

@@ -27,8 +27,8 @@ MAX_BLOCKS = 4
 """The number of blocks after which a candidate without enough samples is not compared."""
 
 MAX_SETTLED_BLOCKS = 16
-"""The same number if torch no longer compiles the candidate. A mode with CUDA graphs records one for each shape, in the
-second step that has it. With 40 shapes, five steps can be compared after about 130 steps (H200)."""
+"""The same number for eager, and for a candidate that does not compile any more, if more steps give samples: it has
+some, or it records a CUDA graph in the second step of each shape. With 40 shapes, that takes about 130 steps."""
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
@@ -102,17 +102,16 @@ class Tuner:
         trial = self._turns[0]
         self._budget_left -= block.seconds
         self.steps_left -= block.steps
-        settled = trial is not self._eager and trial.compile_seconds == block.compile_seconds
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
         self._new_shapes_ms += block.new_shapes_ms if trial is self._eager else ()
-        is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None
-        if is_short and len(trial.blocks) < (MAX_SETTLED_BLOCKS if settled else MAX_BLOCKS) and self._budget_left > 0:
+        is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None and self._budget_left > 0
+        if is_short and len(trial.blocks) < _max_blocks(trial, block):
             return
         if is_short and trial is self._eager:
             self._shapes_repeat = False
-            trial.blocks.append(self._new_shapes_ms)
+            trial.blocks.append(self._new_shapes_ms.copy())
         self._turns.pop(0)
         trial.graphs, trial.breaks = block.graphs, block.breaks
         if block.problem is not None:
@@ -231,6 +230,13 @@ class Tuner:
 
     def _speedup(self, trial: Trial) -> str:
         return f"{(self._eager.median_ms or 0.0) / (trial.median_ms or math.inf):.2f} times as fast as eager"
+
+
+def _max_blocks(trial: Trial, last: Block) -> int:
+    """Return the number of blocks in which a trial may collect samples."""
+    config = trial.variant.config
+    more_help = trial.samples or (config is not None and config.uses_cudagraphs)
+    return MAX_SETTLED_BLOCKS if last.settled and more_help else MAX_BLOCKS
 
 
 def _cost(trial: Trial) -> float:

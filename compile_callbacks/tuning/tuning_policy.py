@@ -182,6 +182,7 @@ class TuningPolicy:
     def _begin_block(self) -> None:
         self._timed: list[tuple[Workload, Span, bool]] = []  # whether it is a sample, not the first with its shapes
         self._block_steps, self._block_seconds = 0, 0.0
+        self._first_event_of_block = len(self._recorder.events)
 
     def _block_ends(self) -> None:
         if self._compared is None:
@@ -243,6 +244,11 @@ class TuningPolicy:
             graphs=sum(event.graphs for event in self._events()),
             breaks=len(breaks),
             healing=tuple(name for name in SET_UNASKED if name in settings),
+            settled=all(
+                event.part == "cudagraph"
+                for event in self._events(self._first_event_of_block)
+                if event.kind in ("compile", "background")
+            ),
             new_shapes_ms=milliseconds[False],
         )
 

@@ -11,6 +11,7 @@ import lightning
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 
@@ -164,17 +165,21 @@ def test_autocasts_of_two_dtypes_share_no_cached_graph():
         restore(module)
 
 
-class KernelKey(Uncached):
+class CacheKeys(Uncached):
     def __call__(self, graph, is_inference):
-        self.key = AutotuneCache._prepare_key("kernel.py")
+        self.of_kernel = AutotuneCache._prepare_key("kernel.py")
+        self.functions = dict(torch._inductor.config.unsafe_marked_cacheable_functions)
 
 
-def test_a_compile_reads_the_keys_of_kernels_that_torchs_compile_processes_save():
-    """The processes have no setting that only this process changes. A GPU test in test_cache_dir.py has the effect."""
-    keep = KernelKey()
-    module = compile_phases(nn.Linear(FEATURES, CLASSES), train_mode=InductorConfig(passes=[keep]), verify="off")
+def test_a_tag_is_in_the_keys_of_graphs_and_not_in_those_of_autotuned_kernels():
+    """torch's compile processes save the latter without the tag. A GPU test in test_cache_dir.py has the effect."""
+    keep, option = CacheKeys(), "unsafe_marked_cacheable_functions"
+    mode = InductorConfig(options={option: {"package.function": "1"}}, passes=[keep])
+    module = compile_phases(nn.Linear(FEATURES, CLASSES), train_mode=mode, verify="off")
     module(X)
-    assert keep.key == AutotuneCache._prepare_key("kernel.py")
+    assert keep.of_kernel == AutotuneCache._prepare_key("kernel.py")
+    assert keep.functions.pop("package.function") == "1"
+    assert "copies_saved=[]" in keep.functions.popitem()[1]
     restore(module)
 
 
