@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import random
+import types
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -15,11 +16,14 @@ import torch
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.variant import Variant
+from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
+from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Block, Trial, compared_workload
 from compile_callbacks.tuning.tune import as_phase_config
 from compile_callbacks.tuning.tuner import Tuner
+from compile_callbacks.tuning.tuning_policy import TuningPolicy
 
 
 @dataclass
@@ -282,3 +286,18 @@ def test_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
         InductorCompile({"candidates": ["default"], "step": 7})
     with pytest.raises(TypeError, match=r"train_mode: .*missing.*'candidates'"):
         InductorCompile({"class_path": "compile_callbacks.Tune", "init_args": {"steps": 7}})
+
+
+@pytest.mark.parametrize(("part", "settled"), [("cudagraph", True), ("graph", False), ("backward", False)])
+def test_recording_a_cuda_graph_is_no_compile(part, settled):
+    earlier = CompileEvent(
+        kind="compile", target="net", phase="train", candidate="eager", part="graph", seconds=1.0, graphs=1
+    )
+    recorder = types.SimpleNamespace(events=[earlier], collect=lambda: None)
+    policy = TuningPolicy("train", Tune(["reduce-overhead"]), recorder, Ranks(), print)
+    policy.begin(torch.device("cpu"), {}, None, no_freezing=None, no_cudagraphs=None)
+    assert policy._block().settled
+    recorder.events.append(
+        CompileEvent(kind="compile", target="net", phase="train", candidate="eager", part=part, seconds=0.2)
+    )
+    assert policy._block().settled == settled
