@@ -143,7 +143,7 @@ forward, loss and backward. *Of eager* is the speedup.""",
     ),
     "zoo_train": Table(
         "zoo_train*", zoo.show, "Models of torchvision and timm, training",
-        "`torch.compile` runs in mode `default`. The run ended with its time, before it measured all models.",
+        "`torch.compile` runs in mode `default`. The table has the models that were measured so far.",
     ),
     "zoo_infer": Table(
         "zoo_infer*", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."

@@ -165,7 +165,8 @@ def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
     All options are a part of these keys, and no function has the name of this entry. torch's setting for tags,
     ``torch.compiler.config.cache_key_tag``, is also a part of the keys under which the configurations of autotuned
     kernels are read. But it is not a part of the keys under which they are saved, because the compile processes do not
-    have the setting (torch 2.11 and 2.15). So each warm start would benchmark its kernels again.
+    have the setting (torch 2.11 and 2.15). So each warm start would benchmark its kernels again. When they have
+    it, use that setting instead.
     """
     from torch._inductor import config
 

@@ -55,7 +55,7 @@ class WeightWatch:
         self._versions = self._read_versions()
         self._hashes = content_hashes(self._module)
         # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = self._versions[0]
         return (self._hashes, self._addresses) != before
 
     def _read_versions(self) -> tuple[list[int], ...]:

@@ -5,7 +5,7 @@ eager and the fastest candidate run one more block each. The tuner uses no clock
 
 The first step with new shapes may take several times as long: libraries select their kernels (100 ms for cuDNN's
 attention on an H200, against 16 ms for the step), and torch records a CUDA graph. Such steps are not compared, because
-the first candidates would have most of them. If shapes hardly repeat, they are the usual case, and are compared.
+the first candidates would have most of them. If shapes rarely repeat, they are the usual case, and are compared.
 """
 
 from __future__ import annotations
