@@ -32,6 +32,7 @@ from zoo import MODELS as ZOO
 
 ORDINARY = {"vit_b_16": 150, "bert": 190, "gpt2": 160, "convnext_tiny": 210, "efficientnet_b0": 350, "unet": 110}
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
+INFERENCE = "resnet50.py --phase infer --warm-up-seconds 2"
 HERE = Path(__file__).parent
 
 
@@ -48,11 +49,16 @@ TABLES = {
     "ddp": Table("ddp.py --batch-sizes 256 --rounds 5 --options --budget-seconds 420", 450, gpus=2),
     "ddp_128": Table("ddp.py --batch-sizes 128 --rounds 5 --options --budget-seconds 380", 410, gpus=2),
     "ddp_1024": Table("ddp.py --batch-sizes 1024 --rounds 5 --options --budget-seconds 460", 490, gpus=2),
+    "ddp_reduce_overhead": Table(
+        "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 5 --options --budget-seconds 280",
+        310,
+        gpus=2,
+    ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     "faults": Table("rank_faults.py --run-seconds 150", 160, gpus=2),
     "resnet50_train": Table("resnet50.py --phase train --batch-sizes 16 128", 260),
-    "resnet50_infer": Table("resnet50.py --phase infer --batch-sizes 1 128 --infer-run-steps 100000 15000", 240),
+    "resnet50_infer": Table(f"{INFERENCE} --batch-sizes 1 128 --infer-run-steps 100000 15000", 240),
     **{f"ordinary_{name}": Table(f"ordinary.py --model {name}", seconds) for name, seconds in ORDINARY.items()},
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),

@@ -109,6 +109,8 @@ class Process:
         self.steps = max(1, least, round(options.block_seconds * 1000 / milliseconds))
         if self.work.lengths:  # each block has all lengths
             self.steps += -self.steps % self.work.lengths
+        if options.warm_up_seconds:
+            self.block(max(1, round(options.warm_up_seconds * 1000 / milliseconds)))
 
     def end(self) -> None:
         if not self._process.is_alive():

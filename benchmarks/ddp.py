@@ -7,10 +7,10 @@ The ways, each with one and with several GPUs:
   while the remaining backward graphs run;
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
-The largest number of GPUs runs the first batch size also with each of `OPTIONS`, and repeats the two compiled ways in
-turn, as often as --rounds says. One of them leaves out Lightning's
-broadcast before each step, which tells all ranks of a SIGTERM and makes the CPU wait until the GPU has finished the
-previous step. Processes stay alive from row to row, and share one compiler cache, which --cache keeps for the next run.
+The largest number of GPUs repeats the ways in turn with the first batch size, as often as --rounds says, without a way
+that failed. Then it runs each of `OPTIONS`. One of them leaves out Lightning's broadcast before each step, which tells
+all ranks of a SIGTERM and makes the CPU wait until the GPU has finished the previous step. Processes stay alive from
+row to row, and share one compiler cache, which --cache keeps for the next run.
 Every process has the same batch on its device in each step. Times are medians of blocks
 of steps, synchronized at both ends, in the second half of the timed steps. "speedup_over_one_gpu" is the ratio of
 images per second to the same way on one GPU.
@@ -85,7 +85,7 @@ OPTIONS = {
     "optimize_ddp=python_reducer": Options(dynamo={"optimize_ddp": "python_reducer", "compiled_autograd": True}),
 }
 COLUMNS = {
-    "batch_size": "{}", "gpus": "{}", "way": "{}", "options": "{}", "round": "{}", "step_ms": "{:.2f}",
+    "batch_size": "{}", "gpus": "{}", "way": "{}", "mode": "{}", "options": "{}", "round": "{}", "step_ms": "{:.2f}",
     "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "gpu_busy": "{:.2f}",
     "exposed_all_reduce_ms": "{:.2f}", "graphs": "{}",
 }  # fmt: skip
@@ -99,8 +99,10 @@ def jobs(args: argparse.Namespace) -> list[Row]:
         found += [{**work, "way": way, "options": "", "round": 1} for work in works for way in args.ways]
         if batch_size == args.batch_sizes[0] and works[-1]["gpus"] > 1:
             again = {**works[-1], "options": ""}
-            found += [{**again, "way": way, "round": n} for n in range(2, args.rounds + 1) for way in (BY_HAND, OURS)]
+            found += [{**again, "way": way, "round": n} for n in range(2, args.rounds + 1) for way in args.ways]
             found += [{**works[-1], "way": OPTIONS[name].way, "options": name, "round": 1} for name in args.options]
+    for job in found:
+        job["mode"] = "" if job["way"] == EAGER else args.mode
     return found
 
 
@@ -240,13 +242,19 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Measure all jobs; start no further one when the time is used up."""
     started = time.monotonic()
     ranks = {gpus: RankProcesses(gpus, folder, args) for gpus in args.gpus}
+    failed = set[tuple[int, int, str]]()
     try:
         for job in jobs(args):
+            key = job["gpus"], job["batch_size"], job["way"]
+            if job["round"] > 1 and key in failed:
+                continue
             began = time.monotonic()
             if args.budget_seconds is not None and began - started > args.budget_seconds:
                 say(f"not measured, the time is used up: {job}")
                 continue
             row = ranks[job["gpus"]].measure(job)
+            if "failure" in row:
+                failed.add(key)
             yield row | {"row_seconds": time.monotonic() - began}
     finally:
         for group in ranks.values():
@@ -268,7 +276,7 @@ def main() -> None:
     add("--batch-sizes", type=int, nargs="+", default=[256, 1024, 128, 512], help="of each process")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     add("--options", nargs="*", choices=list(OPTIONS), default=list(OPTIONS))
-    add("--rounds", type=int, default=1, help="of the two compiled ways, with the first batch size and all GPUs")
+    add("--rounds", type=int, default=1, help="of each way, with the first batch size and all GPUs")
     add("--model", default="resnet50")
     add("--mode", default="default")
     add("--image-size", type=int, default=224)

@@ -161,8 +161,8 @@ folder, and *warm* is a run with the folder of an earlier run.""",
     "ddp": Table(
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",
         """NCCL connects the GPUs of one machine. *Batch size* is the number of images for each GPU. *By hand* is
-`net.compile(mode="default")`, whose graphs Dynamo splits at DDP's buckets, and *ours* keeps graphs whole. *Round*
-counts the repetitions of both ways, in turn. *GPU busy* is the share of a step in which kernels other than NCCL's run.
+`net.compile(mode=...)`, whose graphs Dynamo splits at DDP's buckets, and *ours* keeps graphs whole. *Round* counts the
+repetitions of the ways, in turn. *GPU busy* is the share of a step in which kernels other than NCCL's run.
 *Exposed all reduce ms* is the time of a step in which NCCL's kernels run alone.""",
     ),
     "fsdp2": Table(

@@ -70,10 +70,12 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
             of_name = [row for row in rows if workload(row) == name]
             for mode, *names in ways:
                 yield name, mode, *(find(of_name, way) for way in names)
-    rows = [row for row in rows_of(f"{machine}/ddp") if row["gpus"] == 2 and not row["options"] and row.get("step_ms")]
-    for size in in_order(rows, lambda row: row["batch_size"]):
-        name = f"resnet50, training, DDP on two GPUs, batch {size} each"
-        yield name, "default", *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
+    for file, mode in {"ddp": "default", "ddp_reduce_overhead": "reduce-overhead"}.items():
+        rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2 and not row["options"]]
+        rows = [row for row in rows if row.get("step_ms")]
+        for size in in_order(rows, lambda row: row["batch_size"]):
+            name = f"resnet50, training, DDP on two GPUs, batch {size} each"
+            yield name, mode, *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
     rows = rows_of(f"{machine}/fsdp2")
     if rows:
         eager = {"step_ms": statistics.mean(row["step_ms"] for row in rows if row["way"] == "eager")}
@@ -88,7 +90,7 @@ def answer(machine: str) -> None:
         for name, mode, eager, hand, ours in comparisons(machine)
         if eager.get("step_ms") and ours.get("step_ms")
     ]
-    print_from(machine, [*WAYS, "ddp", "fsdp2"], head, lines)
+    print_from(machine, [*WAYS, "ddp", "ddp_reduce_overhead", "fsdp2"], head, lines)
 
 
 def no_gain(machine: str) -> None:
@@ -109,7 +111,7 @@ def modes(machine: str) -> None:
     lines = []
     for model in in_order(rows, lambda row: row["model"]):
         eager, *ours = (find(rows, way, model=model) for way in ("eager", *ways.values()))
-        cells = (f"{ms(row['step_ms'])} ms, {with_interval(row)}" for row in ours)
+        cells = (f"{ms(row['step_ms'])} ms, {with_interval(row)}" if row["step_ms"] else "failed" for row in ours)
         lines.append([f"{model}, batch {eager['batch_size']}", f"{ms(eager['step_ms'])} ms", *cells])
     print_from(machine, ["ordinary_*"], ["model", "eager", *ways], lines)
 
@@ -117,16 +119,18 @@ def modes(machine: str) -> None:
 def fastest(machine: str) -> None:
     """How often `reduce-overhead` is faster than eager and `default` on the ordinary models, and the speedups."""
     rows = rows_of(f"{machine}/ordinary_*")
-    models = in_order(rows, lambda row: row["model"])
-    steps = {name: [find(rows, way, model=model)["step_ms"] for model in models]
-             for name, way in {"eager": "eager", **MODES}.items()}  # fmt: skip
-    wins = sum(min(of_model) == of_model[-1] for of_model in zip(*steps.values(), strict=True))
+    of_models = []
+    for model in in_order(rows, lambda row: row["model"]):
+        steps = [find(rows, way, model=model)["step_ms"] for way in ("eager", *MODES.values())]
+        if None not in steps:
+            of_models.append(dict(zip(("eager", *MODES), steps, strict=True)))
+    wins = sum(min(steps, key=steps.__getitem__) == "reduce-overhead" for steps in of_models)
     ranges = {}
     for mode in MODES:
-        ratios = [eager / ours for eager, ours in zip(steps["eager"], steps[mode], strict=True)]
+        ratios = [steps["eager"] / steps[mode] for steps in of_models]
         ranges[mode] = f"{min(ratios):.2f} to {max(ratios):.2f} times"
     print(
-        f"`reduce-overhead` was faster than eager and `default` on {wins} of {len(models)} models: its steps were "
+        f"`reduce-overhead` was faster than eager and `default` on {wins} of {len(of_models)} models: its steps were "
         f"{ranges['reduce-overhead']} as fast as eager steps, and those of `default` {ranges['default']}"
     )
 
@@ -155,7 +159,7 @@ def against_hand(machine: str) -> None:
 
 def compile_costs(machine: str) -> None:
     """The compile times and the break-even steps of the ordinary models."""
-    rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values()]
+    rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values() and row["step_ms"]]
     seconds = [row["compile_seconds"] for row in rows]
     steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
     print(
