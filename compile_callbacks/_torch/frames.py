@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
@@ -103,12 +104,8 @@ class _OutsideDDP(CatchErrorsWrapper):
     """
 
     def __call__(self, *arguments: Any) -> Any:
-        ddp: Any = torch.nn.parallel.DistributedDataParallel
-        active, ddp._active_ddp_module = ddp._active_ddp_module, None
-        try:
+        with patch.object(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None):
             return super().__call__(*arguments)
-        finally:
-            ddp._active_ddp_module = active
 
 
 class _Conversion:

@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._guards import TracingContext
@@ -18,7 +19,6 @@ from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from compile_callbacks._torch.dynamo import replaced
 from compile_callbacks._torch.graphs import OpOverload, add_node
 
 _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
@@ -43,7 +43,7 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def strict_comparison() -> contextlib.AbstractContextManager[None]:
+def strict_comparison() -> contextlib.AbstractContextManager[Any]:
     """Within the ``with`` block, two regions share code only if all operators have the same arguments and results.
 
     Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison stops at the end of the shorter
@@ -58,7 +58,7 @@ def strict_comparison() -> contextlib.AbstractContextManager[None]:
     def strict(name: str, first: GraphModule, second: GraphModule, fake_mode: Any) -> bool:
         return _operators(first) == _operators(second) and lenient(name, first, second, fake_mode)
 
-    return replaced(higher_order_ops, "are_same_graph_modules", strict)
+    return patch.object(higher_order_ops, "are_same_graph_modules", strict)
 
 
 def _operators(graph_module: GraphModule) -> list[Any]:
@@ -97,7 +97,7 @@ def kept_schemas() -> Iterator[None]:
             kept[key] = schema
         return kept[key]
 
-    with replaced(InvokeSubgraphHOP, "gen_schema", gen_schema):
+    with patch.object(InvokeSubgraphHOP, "gen_schema", gen_schema):
         yield
 
 
