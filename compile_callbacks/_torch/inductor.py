@@ -259,19 +259,6 @@ def pool_offsets_to_indices() -> Any:
     return inductor_prims._low_memory_max_pool_offsets_to_indices
 
 
-def inference_flag_of_caller() -> bool:
-    """Return the ``is_inference`` argument of ``post_grad_passes`` from its frame on the stack.
-
-    Workaround (torch<2.13): torch does not pass the flag to custom passes.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "post_grad_passes" and "is_inference" in frame.f_locals:
-            return bool(frame.f_locals["is_inference"])
-        frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError("is_inference is known only while torch runs its post-grad passes")
-
-
 def pattern_matcher(
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],
