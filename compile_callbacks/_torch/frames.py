@@ -26,17 +26,13 @@ _NEVER_SUPPRESSED = tuple(
 
 
 class Frame(NamedTuple):
-    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break.
-
-    Attributes:
-        code: The code of the frame.
-        convert: Traces and compiles the frame, before any of its code runs, and returns the result for torch.
-        is_graph_break: Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath.
-    """
+    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break."""
 
     code: types.CodeType
     convert: Callable[[], Any]
+    """Traces and compiles the frame, before any of its code runs, and returns the result for torch."""
     is_graph_break: Callable[[Exception], bool]
+    """Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath."""
 
 
 def run_frame_eagerly() -> Any:

@@ -19,7 +19,7 @@ from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from compile_callbacks._torch.graphs import OpOverload, add_node
+from compile_callbacks._torch.graphs import add_node
 
 _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
@@ -177,7 +177,7 @@ def _base(result: Any) -> Any:
 def _is_view(node: Any) -> bool:
     if node.target is operator.getitem:  # for example, an item of split(x)
         return isinstance(node.args[0], Node) and _is_view(node.args[0])
-    return (isinstance(node.target, OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
+    return (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
 
 
 _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)
