@@ -265,10 +265,10 @@ class CompileRecorder:
         if self.key is not None and (reason := _torch.events.why_not_cached(self._guard_misses)):
             self.record("cache", self.key, reason=reason)
 
-    def add_backward(self, graph: Any, seconds: float) -> None:
-        """Add the time that Inductor took for a backward graph, and the memory that the forward graph saves for it."""
+    def add_backward(self, saved_bytes: int, seconds: float) -> None:
+        """Add the memory that a forward graph saves for its backward graph, and the time that Inductor took for it."""
+        self._saved_bytes += saved_bytes
         self._backward_seconds += seconds
-        self._saved_bytes += _torch.inductor.saved_bytes(graph)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}
