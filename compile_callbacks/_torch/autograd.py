@@ -14,15 +14,13 @@ from compile_callbacks._torch.graphs import add_node
 __all__ = ["preserve_versions"]
 
 
-@contextlib.contextmanager
-def outside_activation_checkpoints() -> Iterator[None]:
+def outside_activation_checkpoints() -> contextlib.AbstractContextManager[Any]:
     """Hide the saved tensors of a ``with`` block from an activation checkpoint around it.
 
     A checkpoint counts the tensors that its hooks get, and autograd only calls the innermost hooks.
     """
     # Setting hooks raises an error if the user has disabled them, so set hooks only within other hooks.
-    with torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext():
-        yield
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext()
 
 
 def in_backward() -> bool:

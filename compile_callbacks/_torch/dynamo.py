@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch  # as in Dynamo itself
 
 import torch
 from torch._C import _functorch
@@ -33,17 +34,6 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of torch within a ``with`` block."""
-    original = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -85,7 +75,7 @@ def without_argument_validation() -> Iterator[None]:
 
     Distribution.set_default_validate_args(False)
     try:
-        with replaced(GuardsSet, "add", add_other):
+        with patch.object(GuardsSet, "add", add_other):
             yield
     finally:
         Distribution.set_default_validate_args(validates)
@@ -126,7 +116,7 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
         stack.enter_context(config.patch(settings))
         if "ignore_logging_functions" in asked and torch.__version__.startswith("2.11."):
             # Workaround (torch<2.12): torch fails to write the functions to its compilation metrics.
-            stack.enter_context(replaced(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None))
+            stack.enter_context(patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None))
         stack.enter_context(without_argument_validation())
         stack.enter_context(without_odd_gradients())
         stack.enter_context(warnings.catch_warnings())
@@ -192,7 +182,7 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
     )
 
 
-def without_finalizers_of_weights() -> contextlib.AbstractContextManager[None]:
+def without_finalizers_of_weights() -> contextlib.AbstractContextManager[Any]:
     """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
 
     Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
@@ -206,10 +196,10 @@ def without_finalizers_of_weights() -> contextlib.AbstractContextManager[None]:
     def plain_id(manager: Any, value: Any, name: str) -> int:
         return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
 
-    return replaced(CheckFunctionManager, "id_ref", plain_id)
+    return patch.object(CheckFunctionManager, "id_ref", plain_id)
 
 
-def without_odd_gradients() -> contextlib.AbstractContextManager[None]:
+def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:
     """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
 
     Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
@@ -227,7 +217,7 @@ def without_odd_gradients() -> contextlib.AbstractContextManager[None]:
         odd = grad is not None and (grad.shape != tensor.shape or is_traceable_wrapper_subclass(grad))
         return None if odd else grad
 
-    return replaced(meta_utils, "safe_grad", plain_grad)
+    return patch.object(meta_utils, "safe_grad", plain_grad)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,15 +60,6 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     return breaks, len(reasons)
 
 
-class CompilationRecord(NamedTuple):
-    """torch's compilation metrics of one compiled frame."""
-
-    compile_id: str
-    cache_hits: int
-    cache_misses: int
-    cudagraph_skip_reason: str | None
-
-
 def recompile_reason() -> str | None:
     """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
@@ -79,8 +71,11 @@ def last_recompile_reason() -> str | None:
     return torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
 
 
-def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
-    """Yield the metrics of compiles that ended since the last call, and add them to ``seen``."""
+def compilation_records(seen: set[int]) -> Iterator[tuple[str, int, int, str | None]]:
+    """Yield the metrics of compiles that ended since the last call, and add them to ``seen``.
+
+    The metrics of a compile are its id, the cache hits, the cache misses, and the reason for skipping CUDA graphs.
+    """
     for entry in torch._dynamo.utils.get_compilation_metrics():
         key = entry.start_time_us or id(entry)
         if key in seen or entry.compile_id is None:
@@ -91,12 +86,7 @@ def compilation_records(seen: set[int]) -> Iterator[CompilationRecord]:
         if not hits and not misses:
             hits = entry.inductor_fx_local_cache_hit_count or 0
             misses = entry.inductor_fx_local_cache_miss_count or 0
-        yield CompilationRecord(
-            entry.compile_id,
-            hits,
-            misses,
-            entry.cudagraph_skip_reason,
-        )
+        yield entry.compile_id, hits, misses, entry.cudagraph_skip_reason
 
 
 def guard_misses() -> int:
@@ -124,12 +114,12 @@ def why_not_cached(guard_misses_before: int) -> str | None:
     return "the guards of the cached graph fail" if guard_misses() > guard_misses_before else None
 
 
+@dataclass
 class StructuredTrace:
     """Writes torch's structured trace to a folder, one file for each process. ``tlparse`` reads it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._handler: logging.Handler | None = None
+    folder: Path
+    _handler: logging.Handler | None = None
 
     def start(self) -> None:
         """Start tracing all compiles of this process."""
@@ -137,7 +127,7 @@ class StructuredTrace:
 
         if self._handler is not None:
             return
-        self._handler = _internal.LazyTraceHandler(str(self._folder))
+        self._handler = _internal.LazyTraceHandler(str(self.folder))
         self._handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
         _internal.trace_log.addHandler(self._handler)
         # torch writes the name of each source file only once per process, so write the names that it already knows.

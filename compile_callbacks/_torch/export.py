@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -48,7 +49,6 @@ def export_program(
     the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
     graph at each assignment of a buffer.
     """
-    override = vars(module).get("forward")
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
     hooks_before = set(hooks)
 
@@ -57,13 +57,10 @@ def export_program(
         return forward(*args, **kwargs)
 
     named.__signature__ = signature  # type: ignore[attr-defined]
-    vars(module)["forward"] = named
     try:
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+        with patch.object(module, "forward", named):
+            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
     finally:
-        vars(module).pop("forward")
-        if override is not None:
-            vars(module)["forward"] = override
         for hook in set(hooks) - hooks_before:
             del hooks[hook]
 

@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._C._dynamo import eval_frame as _eval_frame
@@ -25,17 +26,13 @@ _NEVER_SUPPRESSED = tuple(
 
 
 class Frame(NamedTuple):
-    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break.
-
-    Attributes:
-        code: The code of the frame.
-        convert: Traces and compiles the frame, before any of its code runs, and returns the result for torch.
-        is_graph_break: Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath.
-    """
+    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break."""
 
     code: types.CodeType
     convert: Callable[[], Any]
+    """Traces and compiles the frame, before any of its code runs, and returns the result for torch."""
     is_graph_break: Callable[[Exception], bool]
+    """Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath."""
 
 
 def run_frame_eagerly() -> Any:
@@ -103,12 +100,8 @@ class _OutsideDDP(CatchErrorsWrapper):
     """
 
     def __call__(self, *arguments: Any) -> Any:
-        ddp: Any = torch.nn.parallel.DistributedDataParallel
-        active, ddp._active_ddp_module = ddp._active_ddp_module, None
-        try:
+        with patch.object(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None):
             return super().__call__(*arguments)
-        finally:
-            ddp._active_ddp_module = active
 
 
 class _Conversion:

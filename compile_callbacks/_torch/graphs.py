@@ -43,7 +43,6 @@ def eager_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         elif node.target is getattr(torch.ops.higher_order, "register_hook", node):  # since torch 2.15
             node.target = _register_hook
     copied.recompile()
-    copied.meta.update(graph_module.meta)
     for name, subgraph in list(copied.named_children()):
         if isinstance(subgraph, torch.fx.GraphModule):  # a subgraph, which Inductor also changes
             setattr(copied, name, eager_graph(subgraph))
@@ -125,16 +124,11 @@ def has_collective(graph_module: torch.fx.GraphModule) -> bool:
 class GraphFacts(NamedTuple):
     """What `examine_graph` finds."""
 
-    written: frozenset[int]
-    """The positions of the inputs that the graph writes."""
-    dtypes: frozenset[torch.dtype]
-    """The dtypes of the inputs and of all values that the graph computes."""
-    has_subclasses: bool
-    """Whether an input or output is a tensor subclass."""
-    peak_bytes: int
-    """The largest size of all values that exist at one time, if nothing saves values for a backward pass."""
-    value_bytes: Sequence[int]
-    """The sizes of all values, which a backward pass may need."""
+    written: frozenset[int]  # the positions of the inputs that the graph writes
+    dtypes: frozenset[torch.dtype]  # of the inputs and of all values that the graph computes
+    has_subclasses: bool  # whether an input or output is a tensor subclass
+    peak_bytes: int  # the largest size of the values that exist at one time, if no backward pass needs them
+    value_bytes: Sequence[int]  # the sizes of all values, which a backward pass may need
     output_bytes: int
 
 
@@ -198,7 +192,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the arguments that an operator may write."""
-    if not isinstance(operator, OpOverload):  # a higher-order operator, such as the call of a Triton kernel
+    if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator, such as the call of a Triton kernel
         return () if "flex_attention" in operator.name() else (args, kwargs)
     arguments = operator._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
@@ -260,9 +254,6 @@ def is_as_accurate(
             force_max_multiplier=lenient,
         )
     )
-
-
-OpOverload = torch._ops.OpOverload
 
 
 def add_node(

@@ -83,7 +83,7 @@ def compile_graph(
     *,
     options: Mapping[str, Any],
     activation_memory_budget: float | None = None,
-    on_backward_lowered: Callable[[torch.fx.GraphModule, float], None],
+    on_backward_lowered: Callable[[int, float], None],
     compile_by: Callable[..., Any] | None = None,
 ) -> Any:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
@@ -95,7 +95,8 @@ def compile_graph(
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
-    change it. ``on_backward_lowered`` is called with each backward graph and the seconds that Inductor took for it.
+    change it. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it
+    needs, and with the seconds that Inductor took for it.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -114,7 +115,7 @@ def compile_graph(
         started = time.perf_counter()
         code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
-            on_backward_lowered(graph, time.perf_counter() - started)
+            on_backward_lowered(_saved_bytes(graph), time.perf_counter() - started)
         return code
 
     count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs
@@ -133,7 +134,7 @@ def compile_graph(
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
 
-def saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
+def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     """Return the memory of the activations that a backward graph needs, without the inputs of the forward graph."""
     nodes = backward_graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
@@ -257,19 +258,6 @@ def pool_offsets_to_indices() -> Any:
     from torch._inductor import inductor_prims
 
     return inductor_prims._low_memory_max_pool_offsets_to_indices
-
-
-def inference_flag_of_caller() -> bool:
-    """Return the ``is_inference`` argument of ``post_grad_passes`` from its frame on the stack.
-
-    Workaround (torch<2.13): torch does not pass the flag to custom passes.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "post_grad_passes" and "is_inference" in frame.f_locals:
-            return bool(frame.f_locals["is_inference"])
-        frame = frame.f_back  # type: ignore[assignment]
-    raise RuntimeError("is_inference is known only while torch runs its post-grad passes")
 
 
 def pattern_matcher(

@@ -16,11 +16,38 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import attention
 
-from compile_callbacks._torch import graphs, process_state
+from compile_callbacks._torch import graphs
 
 MAX_CONSTANT_BYTES = 2**20
 """The size up to which a constant of a graph travels. Larger constants are frozen weights or data."""
+
+_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "cudnn": (
+        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32),
+        lambda values: torch.backends.cudnn.set_flags(
+            _benchmark=values[0], _deterministic=values[1], _allow_tf32=values[2]
+        ),
+    ),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
+    "attention": (
+        lambda: [int(kernel) for kernel in attention._cur_sdpa_kernel_backends(with_priority=True)],
+        lambda kernels: attention._sdpa_kernel([attention.SDPBackend(kernel) for kernel in kernels], set_priority=True),
+    ),
+}
+"""How to get and to set each setting of torch that changes compiled code and is not in a config."""
+
+
+def _configs() -> dict[str, Any]:
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    return {"inductor": inductor_config, "functorch": functorch_config}
 
 
 class NotPortableError(Exception):
@@ -44,35 +71,17 @@ class _TensorInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PortableGraph:
-    """A captured graph, and the state of the process in which it was captured.
+    """A captured graph, and the state of the process in which it was captured."""
 
-    Attributes:
-        graph: The pickled operators.
-        inputs: A `_TensorInput` for each tensor, or the expression of an integer.
-        symbols: The value and the bounds of each symbol.
-        grad_mode: Whether autograd was enabled.
-        autocast: The arguments of each enabled `torch.autocast`.
-        flags: The settings of `process_state.FLAGS`.
-        configs: The configs of Inductor and AOTAutograd that differ from their defaults.
-        modules: The modules that register the custom operators of the graph.
-        sharing: The positions of inputs that share memory with other inputs.
-    """
-
-    graph: bytes
-    inputs: tuple[Any, ...]
-    symbols: Mapping[Any, tuple[int, Any]]
-    grad_mode: bool
-    autocast: tuple[Mapping[str, Any], ...]
-    flags: Mapping[str, Any]
-    configs: Mapping[str, Mapping[str, Any]]
-    modules: tuple[str, ...]
-    sharing: tuple[int, ...]
-
-    @property
-    def has_cpu_inputs(self) -> bool:
-        """Whether an input is on the CPU, or there is no tensor among them."""
-        devices = {value.device.type for value in self.inputs if isinstance(value, _TensorInput)}
-        return "cpu" in devices or not devices
+    graph: bytes  # the pickled operators
+    inputs: tuple[Any, ...]  # a `_TensorInput` for each tensor, or the expression of an integer
+    symbols: Mapping[Any, tuple[int, Any]]  # the value and the bounds of each symbol
+    grad_mode: bool  # whether autograd was enabled
+    autocast: tuple[Mapping[str, Any], ...]  # the arguments of each enabled `torch.autocast`
+    flags: Mapping[str, Any]  # the settings of `_FLAGS`
+    configs: Mapping[str, Mapping[str, Any]]  # what differs from the defaults of Inductor and AOTAutograd
+    modules: tuple[str, ...]  # the modules that register the custom operators of the graph
+    sharing: tuple[int, ...]  # the positions of inputs that share memory with other inputs
 
     def with_sizes(self, inputs: Sequence[Any]) -> PortableGraph:
         """Return the graph with the sizes of a call, for which it is compiled first of all."""
@@ -122,8 +131,8 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ),
-        flags={name: get() for name, (get, _) in process_state.FLAGS.items()},
-        configs={name: process_state.changed(config) for name, config in process_state.configs().items()},
+        flags={name: get() for name, (get, _) in _FLAGS.items()},
+        configs={name: config._get_dict(skip_default=True) for name, config in _configs().items()},
         modules=modules,
         sharing=_sharing_memory(inputs),
     )
@@ -264,11 +273,11 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
 
     for module in portable.modules:
         importlib.import_module(module)
-    for name, (_, set_flag) in process_state.FLAGS.items():
+    for name, (_, set_flag) in _FLAGS.items():
         set_flag(portable.flags[name])
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with contextlib.ExitStack() as state:
-        for name, config in process_state.configs().items():
+        for name, config in _configs().items():
             state.enter_context(config.patch(dict(portable.configs[name])))
         for autocast in portable.autocast:
             state.enter_context(torch.autocast(**autocast, cache_enabled=False))
@@ -325,11 +334,8 @@ def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
         return shape_env.create_symintnode(expression.xreplace(new), hint=int(expression.xreplace(values)))
 
     def tensor(described: _TensorInput) -> torch.Tensor:
-        size, stride, offset = (
-            [*map(integer, described.size)],
-            [*map(integer, described.stride)],
-            integer(described.offset),
-        )
+        size, stride = ([*map(integer, numbers)] for numbers in (described.size, described.stride))
+        offset = integer(described.offset)
         with torch.no_grad():
             value = torch.empty_strided(size, stride, dtype=described.dtype, device=described.device)
             if isinstance(offset, torch.SymInt) or offset:

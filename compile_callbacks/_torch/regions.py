@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._guards import TracingContext
@@ -18,8 +19,7 @@ from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from compile_callbacks._torch.dynamo import replaced
-from compile_callbacks._torch.graphs import OpOverload, add_node
+from compile_callbacks._torch.graphs import add_node
 
 _INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph
 
@@ -43,7 +43,7 @@ def region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def strict_comparison() -> contextlib.AbstractContextManager[None]:
+def strict_comparison() -> contextlib.AbstractContextManager[Any]:
     """Within the ``with`` block, two regions share code only if all operators have the same arguments and results.
 
     Workaround (until ``are_same_graph_modules`` compares both): Dynamo's comparison stops at the end of the shorter
@@ -58,7 +58,7 @@ def strict_comparison() -> contextlib.AbstractContextManager[None]:
     def strict(name: str, first: GraphModule, second: GraphModule, fake_mode: Any) -> bool:
         return _operators(first) == _operators(second) and lenient(name, first, second, fake_mode)
 
-    return replaced(higher_order_ops, "are_same_graph_modules", strict)
+    return patch.object(higher_order_ops, "are_same_graph_modules", strict)
 
 
 def _operators(graph_module: GraphModule) -> list[Any]:
@@ -97,7 +97,7 @@ def kept_schemas() -> Iterator[None]:
             kept[key] = schema
         return kept[key]
 
-    with replaced(InvokeSubgraphHOP, "gen_schema", gen_schema):
+    with patch.object(InvokeSubgraphHOP, "gen_schema", gen_schema):
         yield
 
 
@@ -177,7 +177,7 @@ def _base(result: Any) -> Any:
 def _is_view(node: Any) -> bool:
     if node.target is operator.getitem:  # for example, an item of split(x)
         return isinstance(node.args[0], Node) and _is_view(node.args[0])
-    return (isinstance(node.target, OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
+    return (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view) or node.target in _VIEWS_OF_INDUCTOR
 
 
 _VIEWS_OF_INDUCTOR = (torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default)

@@ -18,7 +18,8 @@ from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.graphs.requests import CompileAnswer, RequestQueue, WaitingGraph
+from compile_callbacks.graphs.requested_graph import RequestedGraph
+from compile_callbacks.graphs.requests import CompileAnswer, RequestQueue
 from compile_callbacks.profiling.events import CompileKey
 
 IDLE_SECONDS = 300.0
@@ -62,36 +63,36 @@ class Helper:
         if not self._queue.active:
             return
         try:
-            self._load_next()
-            return
-        except _HelperFailedError as failure:
-            problem = str(failure)
+            problem = self._load_next()
         except Exception as error:
             problem = in_one_line(describe_failure(error))
-        self.stop()
-        self._queue.failure = problem
-        self._fails(problem, {graph.key for graph in self._queue.waiting})
+        if problem:
+            self.stop()
+            self._queue.failure = problem
+            self._fails(problem, {graph.key for graph in self._queue.waiting})
 
-    def _load_next(self) -> None:
+    def _load_next(self) -> str:
+        """Load the code of at most one graph. Return the reason why the process ended, or an empty string."""
         answered = self._conversation.answer() if self._conversation is not None else None
         if answered is None and (self._conversation is None or self._conversation.has_ended):
             self.stop()
             self._start()
-        if isinstance(answered, _HelperFailedError):
-            raise answered
+        if isinstance(answered, str):
+            return answered
         self._conversation.send(self._queue.waiting)  # type: ignore[union-attr]
         if answered is None or answered[0] not in self._queue.waiting:  # its code was freed
-            return
+            return ""
         graph, answer = answered
         self._queue.waiting.remove(graph)
         if answer.problem:
             graph.compile_here(answer.problem)
-            return
+            return ""
         try:
             graph.load(answer)
         except Exception as error:
             reason = f"its code cannot be loaded: {in_one_line(describe_failure(error))}"
             self._fails(reason, {graph.key})
+        return ""
 
     def _start(self) -> None:
         self._conversation = _Conversation(self._niceness, self._compilers)
@@ -103,31 +104,22 @@ class Helper:
             conversation.stop()
 
 
-class _HelperFailedError(Exception):
-    """The process died or hangs."""
-
-
-_Answer = tuple[WaitingGraph, CompileAnswer] | _HelperFailedError
+_Answer = tuple[RequestedGraph, CompileAnswer] | str
+"""The compiled code of a graph, or the reason why the process ended or hangs."""
 
 
 class _Conversation:
     """One helper process, and the thread that waits for its answers."""
 
     def __init__(self, niceness: int, compilers: int) -> None:
-        self._requests: queue.SimpleQueue[WaitingGraph | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[RequestedGraph | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
         ours, theirs = Pipe()
+        worker = "compile_callbacks.background.worker", str(theirs.fileno()), str(niceness)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "compile_callbacks.background.worker",
-                    str(theirs.fileno()),
-                    str(niceness),
-                ],
+                [sys.executable, "-P", "-m", *worker],
                 pass_fds=[theirs.fileno()],
                 env=_environment(compilers),
                 stdin=subprocess.DEVNULL,
@@ -143,7 +135,7 @@ class _Conversation:
         """Whether the process has ended, because it had no request for a long time."""
         return not self._thread.is_alive() and self._answers.empty()
 
-    def send(self, graphs: list[WaitingGraph]) -> None:
+    def send(self, graphs: list[RequestedGraph]) -> None:
         """Send the requests that the process did not get yet."""
         for graph in graphs:
             if graph.sent_to is not self:
@@ -166,10 +158,9 @@ class _Conversation:
         with connection:
             try:
                 while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
-                    connection.send_bytes(graph.request)
-                    if graph.runs_on_cpu:
-                        with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
-                            _torch.portable_graphs.prepare_loading()
+                    connection.send_bytes(graph.pickled)
+                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
+                        _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                     self._answers.put((graph, pickle.loads(connection.recv_bytes())))
@@ -177,7 +168,7 @@ class _Conversation:
             except queue.Empty:
                 pass
             except Exception as error:
-                self._answers.put(_HelperFailedError(self._why_it_ended(error)))
+                self._answers.put(self._why_it_ended(error))
 
     def _why_it_ended(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from compile_callbacks._utils.fingerprints import (
     digest,
     installed_version,
 )
+from compile_callbacks._utils.messages import check_type
 from compile_callbacks.passes.base import pass_identity
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -30,13 +32,12 @@ _active: list[CompileCache] = []  # the last cache sets the environment
 _environment_before: dict[str, str | None] = {}
 
 
-def check_folder(argument: str, folder: object) -> Path | None:
+def check_folder(argument: str, folder: Any) -> Path | None:
     """Check the path of a folder, which need not exist, and return it as an absolute path."""
     if folder is None:
         return None
-    if not isinstance(folder, (str, os.PathLike)) or isinstance(name := os.fspath(folder), bytes):
-        message = f"{argument}={folder!r} must be the path of a folder, not {type(folder).__name__}"
-        raise TypeError(with_code("CC202", message))
+    check_type(argument, folder, (str, os.PathLike), "the path of a folder")
+    name = os.fspath(folder)
     if not name:
         raise ValueError(with_code("CC401", f"{argument}={folder!r} must name a folder; '.' is the current folder"))
     path = Path(name).expanduser().absolute()
@@ -46,6 +47,7 @@ def check_folder(argument: str, folder: object) -> Path | None:
     return path
 
 
+@dataclass(eq=False)
 class CompileCache:
     """Points ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder, from `begin` to `end`.
 
@@ -53,9 +55,8 @@ class CompileCache:
     user may have write access. If the folder cannot be used, the run continues without it.
     """
 
-    def __init__(self, folder: Path, warn: Callable[[str], object]) -> None:
-        self.folder = folder
-        self._warn = warn
+    folder: Path
+    warn: Callable[[str], object]
 
     @property
     def active(self) -> bool:
@@ -71,7 +72,7 @@ class CompileCache:
             for name in _FOLDERS.values():
                 _make_private(self.folder / name, follow_links=False)
         except OSError as error:
-            self._warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
+            self.warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
             return
         if not _active:
             _environment_before.update({variable: os.environ.get(variable) for variable in _FOLDERS})

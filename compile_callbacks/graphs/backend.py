@@ -73,6 +73,7 @@ class GraphBackend:
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
+        has_collective = _torch.graphs.has_collective(graph_module)  # the copy has no metadata of DTensors
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
@@ -86,8 +87,8 @@ class GraphBackend:
             self._key if torch.is_grad_enabled() and not member.sharded else None,
             self._recorder.executions,
         )
-        use = functools.partial(self._use, eager=eager, options=options, device=device)
-        graph = self._requested_graph(graph_module, example_inputs, options, eager, new_graph, use)
+        use = functools.partial(self._use, eager=eager, options=options, device=device, has_collective=has_collective)
+        graph = self._requested_graph(graph_module, example_inputs, options, new_graph, use, has_collective)
         if graph is None:
             compiled = self._compile_with_passes(graph_module, example_inputs, options)
             if isinstance(compiled, Exception):
@@ -109,12 +110,12 @@ class GraphBackend:
         eager: torch.fx.GraphModule,
         options: Mapping[str, Any],
         device: torch.device,
+        has_collective: bool,
     ) -> None:
         """Let the next call of a graph run its compiled code, and compare it with eager."""
         uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
         if uses_cudagraphs:
             compiled = CudaGraph(compiled, device, self._fallback)
-        has_collective = _torch.graphs.has_collective(eager)
         if self._fallback.settings.verify != "off":
             graph.verification = Verification(
                 compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
@@ -126,9 +127,9 @@ class GraphBackend:
         graph_module: torch.fx.GraphModule,
         inputs: Sequence[Any],
         options: Mapping[str, Any],
-        eager: torch.fx.GraphModule,
         new_graph: Callable[[], CompiledGraph],
         use: Callable[[CompiledGraph, Callable[..., Any]], None],
+        has_collective: bool,
     ) -> Callable[..., Any] | None:
         """Request the code of a graph from another process, or return ``None`` if this process must compile it."""
         settings, requests = self._fallback.settings, self._fallback.settings.requests
@@ -143,7 +144,7 @@ class GraphBackend:
             for reason, applies in (
                 ("its weights are frozen", self._key.frozen),
                 ("its repeated blocks are regions", self._fallback.has_regions),
-                ("it contains a collective", _torch.graphs.has_collective(eager)),
+                ("it contains a collective", has_collective),
             ):
                 if applies:
                     raise _torch.portable_graphs.NotPortableError(reason)

@@ -50,10 +50,6 @@ class TargetSettings:
             raise ValueError(with_code("CC201", f"verify={self.verify} is not one of the choices: verify={choice}"))
         check_choice("on_error", self.on_error, get_args(OnError))
         check_choice("verify", self.verify, get_args(Verify))
-        new_shapes: str = self.new_shapes
-        if new_shapes == "auto":
-            text = "new_shapes='auto' no longer exists: new_shapes='recompile' recompiles up to torch's recompile limit"
-            raise ValueError(with_code("CC201", text))
         check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
 
     def for_trial(self) -> TargetSettings:
@@ -61,23 +57,15 @@ class TargetSettings:
         return replace(self, on_error="eager", verify="off" if self.verify == "off" else "eager", on_trial=True)
 
 
+@dataclass(eq=False)
 class EagerFallback:
-    """Records the failures of one compiled target, and the eager runs that follow.
+    """Records the failures of one compiled target, and the eager runs that follow."""
 
-    Attributes:
-        key: The target, the phase, and the candidate.
-        recorder: The recorder of the session.
-        settings: The settings of the target.
-        has_regions: Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled.
-    """
-
-    def __init__(
-        self, key: CompileKey, recorder: CompileRecorder, settings: TargetSettings, *, has_regions: bool = False
-    ) -> None:
-        self.key = key
-        self.recorder = recorder
-        self.settings = settings
-        self.has_regions = has_regions
+    key: CompileKey
+    recorder: CompileRecorder
+    settings: TargetSettings
+    has_regions: bool = False
+    """Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled."""
 
     def eventful_call(self) -> CallInProgress:
         """Return the running call of the target, and mark it as eventful."""

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._torch.portable_graphs import NotPortableError, PortableGraph
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.manager import PassRun, pass_options
-from compile_callbacks.profiling.events import CompileKey
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileAnswer:
-    """The compiled code of a graph, or the reason why it was not compiled.
+    """The compiled code of a graph, or the reason why it was not compiled."""
 
-    Attributes:
-        artifact: The compiled code, as torch serializes it.
-        guards: The condition on the inputs for which the code is valid.
-        seconds: The duration of the compile.
-        saved_bytes: The memory of the activations that the graph saves for its backward pass.
-        cached: Whether the code is from torch's cache.
-        pass_runs: The runs of graph passes.
-        problem: The reason why the graph was not compiled, or an empty string.
-    """
-
-    artifact: bytes = b""
-    guards: str | None = None
-    seconds: float = 0.0
-    saved_bytes: int = 0
-    cached: bool = False
+    artifact: bytes = b""  # the compiled code, as torch serializes it
+    guards: str | None = None  # the condition on the inputs for which the code is valid
+    seconds: float = 0.0  # the duration of the compile
+    saved_bytes: int = 0  # the memory of the activations that the graph saves for its backward pass
+    cached: bool = False  # whether the code is from torch's cache
     pass_runs: tuple[PassRun, ...] = ()
-    problem: str = ""
+    problem: str = ""  # why the graph was not compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +55,10 @@ class CompileRequest:
             raise NotPortableError("torch serializes no compiled code with a graph pass whose uuid() is None")
         return data
 
-    def with_sizes(self, inputs: Sequence[Any]) -> CompileRequest:
-        """Return the request for the sizes of a call."""
-        return replace(self, graph=self.graph.with_sizes(inputs))
-
     def compile(self) -> CompileAnswer:
         """Compile the graph in this process."""
         runs: list[PassRun] = []
         saved_bytes: list[int] = []
-
-        def add_backward(graph: Any, seconds: float) -> None:
-            saved_bytes.append(_torch.inductor.saved_bytes(graph))
-
         started, hits = time.perf_counter(), _torch.events.cache_hits()
         with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
             artifact, guards = _torch.inductor.compile_graph(
@@ -85,7 +66,7 @@ class CompileRequest:
                 inputs,
                 options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
                 activation_memory_budget=self.activation_memory_budget,
-                on_backward_lowered=add_backward,
+                on_backward_lowered=lambda saved, seconds: saved_bytes.append(saved),
                 compile_by=_torch.portable_graphs.compile_portable,
             )
         return CompileAnswer(
@@ -99,40 +80,15 @@ class CompileRequest:
 
 
 @dataclass(eq=False)
-class WaitingGraph:
-    """A captured graph that runs eagerly until its compiled code is loaded.
-
-    Attributes:
-        key: The target, the phase and the candidate.
-        request: The pickled `CompileRequest`.
-        load: Loads the compiled code of an answer.
-        compile_here: Lets the target compile in this process instead, for the given reason.
-        runs_on_cpu: Whether compiled code of the graph runs on the CPU.
-        sent_to: The process that has got the request.
-    """
-
-    key: CompileKey
-    request: bytes
-    load: Callable[[CompileAnswer], None]
-    compile_here: Callable[[str], None]
-    runs_on_cpu: bool = True
-    sent_to: object = None
-
-
-@dataclass(eq=False)
 class RequestQueue:
     """The graphs of a session that wait for compiled code.
 
-    Attributes:
-        waiting: The graphs, in the order of their requests.
-        failure: The reason why no further graph is compiled.
-        takes_trials: Whether candidates of a `Tune` are compiled. Not with several ranks, which measure together.
-        in_run: Whether a run is in progress. Afterwards, this process compiles the graphs that a module still calls.
+    After a run, this process compiles the graphs that a module still calls.
     """
 
-    waiting: list[WaitingGraph] = field(default_factory=list)
-    failure: str | None = None
-    takes_trials: bool = True
+    waiting: list[Any] = field(default_factory=list)  # `RequestedGraph` objects, in the order of their requests
+    failure: str | None = None  # why no further graph is compiled
+    takes_trials: bool = True  # whether candidates of a `Tune` are compiled; not with ranks, which measure together
     in_run: bool = True
 
     @property

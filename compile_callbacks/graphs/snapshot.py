@@ -55,16 +55,12 @@ class Snapshot:
             for submodule in module.modules()
             for name, buffer in submodule._buffers.items()
         ]
-        self._random = RandomState(module.parameters())
-
-    def drew(self) -> bool:
-        """Return whether random numbers were drawn since the snapshot."""
-        return self._random.drawn()
+        self.random = RandomState(module.parameters())
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore everything that has changed since the snapshot."""
-        self._random.restore()
+        self.random.restore()
         for buffers, name, buffer in self._places:
             buffers[name] = buffer
         for buffer, value in self._buffers:

@@ -69,7 +69,7 @@ class Verification:
             self._react_to(_not_compared(error))
             raise
         except _CompiledGraphFailedError as failure:
-            self._report_failure(failure.error)
+            self._report_failure(failure.args[0])
             self.rejected = True
         if not self.rejected:
             return self.compiled(*inputs) if self._outputs is None else self._outputs
@@ -124,18 +124,16 @@ class Verification:
         message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
-        if settings.verify == "eager" or comparison.is_wrong:
+        if settings.verify == "eager":
+            self.fallback.eventful_call().runs_target_eagerly = True
+            message += "; it runs eagerly from here on (verify='eager')"
+        elif comparison.is_wrong:
+            message += "; the graph runs eagerly from here on, because rounding errors are never this large"
+        rejects = settings.verify == "eager" or comparison.is_wrong
+        if rejects:
             self.fallback.recorder.record("fallback", self.fallback.key, reason=reason)
-            self.fallback.eventful_call().runs_target_eagerly |= settings.verify == "eager"
-            message += (
-                "; it runs eagerly from here on (verify='eager')"
-                if settings.verify == "eager"
-                else "; the graph runs eagerly from here on, because rounding errors are never this large"
-            )
-            self.fallback.warn("CC302", message)
-            return False
         self.fallback.warn("CC302", message)
-        return True
+        return not rejects
 
     def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
         """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
@@ -172,7 +170,8 @@ class Verification:
                 with_gradients = trains and not in_users_call
                 device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
                 check_memory(needed_bytes(facts, inputs, with_gradients=with_gradients), free_memory(device))
-                runs = _Runs(inputs, names, facts.written, with_gradients=with_gradients)
+                written = sorted(facts.written)
+                runs = _Runs(inputs=inputs, names=names, written=written, with_gradients=with_gradients)
                 expected = runs.run(self._eager_function())
                 drew = random_state.drawn()
         except Exception as error:
@@ -226,24 +225,21 @@ class Verification:
 
 
 class _CompiledGraphFailedError(Exception):
-    """A compiled graph raised ``error``, but its eager run did not raise."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """A compiled graph raised the error in ``args``, but its eager run did not raise."""
 
 
+@dataclass(eq=False, kw_only=True)
 class _Runs:
     """Runs a graph several times on the same inputs."""
 
-    def __init__(
-        self, inputs: Sequence[Any], names: Sequence[str], written: Collection[int], *, with_gradients: bool
-    ) -> None:
-        self._inputs = inputs
-        self._names = names
-        self._written = sorted(written)
-        self._with_gradients = with_gradients
-        self._saved = {_address(inputs[position]): inputs[position].untyped_storage().clone() for position in written}
+    inputs: Sequence[Any]
+    names: Sequence[str]
+    written: Sequence[int]  # the positions of the inputs that the graph writes
+    with_gradients: bool
+
+    def __post_init__(self) -> None:
+        written = [self.inputs[position] for position in self.written]
+        self._saved = {_address(value): value.untyped_storage().clone() for value in written}
 
     def run(
         self,
@@ -259,7 +255,7 @@ class _Runs:
         with _torch.graphs.computing_in_double(double):
             results = self.results(function(*arguments), arguments)
             # Copied before the backward pass, because an activation checkpoint writes to them again.
-            names = [self._names[position] for position in self._written]
+            names = [self.names[position] for position in self.written]
             written = {name: results.tensors[name].detach().clone() for name in names}
             gradients = gradients_of(results.tensors, (like or results).tensors, leaves)
         results.tensors = {name: tensor.detach() for name, tensor in results.tensors.items()} | written
@@ -272,25 +268,25 @@ class _Runs:
     def results(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Results:
         """Return the outputs of a call, and the inputs that the call wrote."""
         tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
-        return Results(tensors | {self._names[position]: inputs[position] for position in self._written})
+        return Results(tensors | {self.names[position]: inputs[position] for position in self.written})
 
     def restore(self) -> None:
         """Restore the user's inputs that a call has written."""
-        for value in (self._inputs[position] for position in self._written):
+        for value in (self.inputs[position] for position in self.written):
             versioned = () if value.is_inference() else (value,)
             with torch.inference_mode(value.is_inference()), _torch.autograd.preserve_versions(versioned):
                 value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return aliases of the inputs, with clones of written inputs, and the leaves of autograd's graph by name."""
-        arguments, leaves = list(self._inputs), dict[str, torch.Tensor]()
+        arguments, leaves = list(self.inputs), dict[str, torch.Tensor]()
         clones: dict[Any, torch.UntypedStorage] = {}
         bases: dict[int, torch.Tensor] = {}
-        for position, value in enumerate(self._inputs):
+        for position, value in enumerate(self.inputs):
             if not isinstance(value, torch.Tensor):
                 continue
             dtype = _torch.graphs.DOUBLE_OF.get(value.dtype, value.dtype) if double else value.dtype
-            if position not in self._written:
+            if position not in self.written:
                 argument = value.detach().to(dtype)
             else:
                 memory = _address(value), value.dtype if double else None
@@ -305,9 +301,9 @@ class _Runs:
                 argument = bases[id(base)]
                 if value is not base:
                     argument = argument.as_strided(value.size(), value.stride(), value.storage_offset())
-            if self._with_gradients and value.requires_grad:
-                leaves[f"the gradient of {self._names[position]}"] = argument.requires_grad_()
-                argument = _NoLeaf.apply(argument) if position in self._written else argument
+            if self.with_gradients and value.requires_grad:
+                leaves[f"the gradient of {self.names[position]}"] = argument.requires_grad_()
+                argument = _NoLeaf.apply(argument) if position in self.written else argument
             arguments[position] = argument
         return arguments, leaves
 
@@ -376,9 +372,7 @@ def _address(value: torch.Tensor) -> int:
 
 
 def _not_compared(error: Exception) -> Comparison:
-    if isinstance(error, torch.OutOfMemoryError) or _NO_CPU_MEMORY in str(error):
+    # torch's allocator for the CPU raises a RuntimeError.
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return not_compared("no memory", describe_failure(error))
     return not_compared("error", describe_failure(error))  # not the error itself, whose traceback keeps tensors alive
-
-
-_NO_CPU_MEMORY = "can't allocate memory"  # a part of the message of torch's CPU allocator, which raises a RuntimeError

@@ -52,18 +52,16 @@ def graph_kind(hook: str, graph: Graph) -> GraphKind:
 
 
 def is_inference_graph(hook: str, graph: Graph) -> bool:
-    """Return whether a graph has no backward pass: at the post-grad hook points, the flag of torch's own passes."""
-    if hook == "pre_grad":
-        # Autograd has not run yet. AOTAutograd also creates an inference graph if no output requires grad, but that is
-        # unknown here.
-        owner = graph.owning_module
-        values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-        values += owner.parameters() if owner is not None else []
-        requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-        return not (torch.is_grad_enabled() and requires_grad)
-    if hook.startswith("joint"):
+    """Return whether a graph has no backward pass, as the flag of torch's own passes says."""
+    if hook != "pre_grad":
         return graph_kind(hook, graph) == "inference"
-    return _torch.inductor.inference_flag_of_caller()
+    # Autograd has not run yet. AOTAutograd also creates an inference graph if no output requires grad, but that is
+    # unknown here.
+    owner = graph.owning_module
+    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    values += owner.parameters() if owner is not None else []
+    requires_grad = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    return not (torch.is_grad_enabled() and requires_grad)
 
 
 _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
@@ -71,11 +69,11 @@ _current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("p
 Function = Callable[[torch.fx.Graph, bool], None]
 
 
-def _with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a pass's ``__call__`` to determine ``is_inference`` if torch does not pass it."""
+def with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a pass's ``__call__`` to determine ``is_inference``, because torch does not pass it at each hook point."""
 
     @functools.wraps(call)
-    def with_flag(self: GraphPass, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+    def with_flag(self: Any, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         return call(self, graph, is_inference_graph(self.hook, graph) if is_inference is None else is_inference)
 
     return with_flag
@@ -129,7 +127,7 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         cls._sources = sources_of(cls)  # read while Python imports the file, because the user may edit it later
         check_choice(f"{cls.__name__}.hook", cls.hook, list(HOOK_OPTIONS))
         if "__call__" in vars(cls):
-            cls.__call__ = _with_inference_flag(cls.__call__)  # type: ignore[method-assign]
+            cls.__call__ = with_inference_flag(cls.__call__)  # type: ignore[method-assign]
 
     @abstractmethod
     def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:

@@ -19,10 +19,10 @@ from compile_callbacks.passes.base import (
     GraphKind,
     GraphPass,
     graph_kind,
-    is_inference_graph,
     pass_hook,
     pass_name,
     running_in,
+    with_inference_flag,
 )
 
 
@@ -70,25 +70,18 @@ class PassRun:
         return asdict(self)
 
 
+@dataclass(eq=False, repr=False)
 class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     """The pass that torch runs at a hook point. It runs the user's passes in order, and calls ``on_run`` after each."""
 
-    def __init__(
-        self,
-        passes: tuple[Any, ...],
-        hook: str,
-        phase: Phase,
-        on_run: Callable[[PassRun], None] = lambda run: None,
-    ) -> None:
-        self.passes = passes
-        self.hook = hook
-        self.phase = phase
-        self._on_run = on_run
+    passes: tuple[Any, ...]
+    hook: str
+    phase: Phase
+    on_run: Callable[[PassRun], None]
 
-    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
-        """Run the passes. ``is_inference`` is optional, because torch does not pass it at each hook point."""
-        if is_inference is None:
-            is_inference = is_inference_graph(self.hook, graph)
+    @with_inference_flag
+    def __call__(self, graph: Graph, is_inference: bool) -> None:
+        """Run the passes."""
         with running_in(self.phase):
             for graph_pass in self.passes:
                 self._run(graph_pass, graph, is_inference)
@@ -103,7 +96,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         seconds = time.perf_counter() - started
         if (problem := _problem(inputs, outputs, graph, returned)) is not None:
             raise self._error(graph_pass, problem)
-        self._on_run(
+        self.on_run(
             PassRun(
                 name=pass_name(graph_pass),
                 hook=self.hook,

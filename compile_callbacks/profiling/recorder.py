@@ -155,18 +155,18 @@ class CompileRecorder:
         """Read torch's compilation metrics, which torch writes after it has announced the end of a compile."""
         if not self._listening:  # because compile ids belong to other code after torch.compiler.reset()
             return
-        for record in _torch.events.compilation_records(self._records_seen):
-            key = self._keys.get(record.compile_id)
+        for compile_id, hits, misses, skip_reason in _torch.events.compilation_records(self._records_seen):
+            key = self._keys.get(compile_id)
             if key is None:
                 continue
             # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
-            explained = self._recompiles_unless_cached.pop(record.compile_id, None)
-            if explained is not None and (record.cache_misses or not record.cache_hits):
+            explained = self._recompiles_unless_cached.pop(compile_id, None)
+            if explained is not None and (misses or not hits):
                 self.record("recompile", key, **explained._asdict())
-            if record.cache_hits or record.cache_misses:
-                self.record("cache", key, cache_hits=record.cache_hits, cache_misses=record.cache_misses)
-            if record.cudagraph_skip_reason:
-                self.record("cudagraph_skip", key, reason=record.cudagraph_skip_reason)
+            if hits or misses:
+                self.record("cache", key, cache_hits=hits, cache_misses=misses)
+            if skip_reason:
+                self.record("cudagraph_skip", key, reason=skip_reason)
 
     def limit_reached(self, key: CompileKey, reason: str = "") -> None:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
@@ -265,10 +265,10 @@ class CompileRecorder:
         if self.key is not None and (reason := _torch.events.why_not_cached(self._guard_misses)):
             self.record("cache", self.key, reason=reason)
 
-    def add_backward(self, graph: Any, seconds: float) -> None:
-        """Add the time that Inductor took for a backward graph, and the memory that the forward graph saves for it."""
+    def add_backward(self, saved_bytes: int, seconds: float) -> None:
+        """Add the memory that a forward graph saves for its backward graph, and the time that Inductor took for it."""
+        self._saved_bytes += saved_bytes
         self._backward_seconds += seconds
-        self._saved_bytes += _torch.inductor.saved_bytes(graph)
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

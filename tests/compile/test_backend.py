@@ -216,7 +216,6 @@ def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
         ({"mode": {"optoins": {}}}, ValueError, "mode: field='optoins'"),
         ({"verify": "no"}, ValueError, "verify='no'"),
         ({"new_shapes": "stop"}, ValueError, "new_shapes='stop'"),
-        ({"new_shapes": "auto"}, ValueError, "new_shapes='recompile' recompiles up to torch's recompile limit"),
         ({"name": "a\nb"}, ValueError, "name="),
     ],
 )

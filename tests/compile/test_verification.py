@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -365,6 +367,24 @@ def test_a_graph_with_a_collective_is_not_compared(process_group, compiled, phas
     with torch.set_grad_enabled(phase == "train"):
         torch.testing.assert_close(module(x), 2 * module.net(x))
     assert verified(module, phase) == "not compared 1 (collective)"
+
+
+class Sharded(nn.Module):
+    """Its operators communicate, but the graph contains no collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (1,))
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(FEATURES, 3), self.mesh, [Shard(0)]))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_a_graph_of_sharded_tensors_is_not_compared(process_group, compiled):
+    module = compiled(Sharded(), verify="raise")
+    module(distribute_tensor(inputs(), module.mesh, [Replicate()])).sum().backward()
+    assert verified(module, "train") == "not compared 1 (collective)"
 
 
 # ---------------------------------------------------------------------------------------------- contexts of the call

@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs import requested_graph
-from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue, WaitingGraph
+from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue
 from compile_callbacks.passes import GraphPass, RecordGraphs
-from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.report.summary import verdict_lines
 from compile_callbacks.tuning.tuner import Tuner
-from tests.support.background import SECONDS, Until, eager_losses, pids, run
+from tests.support.background import SECONDS, Until, eager_losses, pids, run, waiting_graph
 from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("background_ms")
@@ -322,7 +321,7 @@ def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it():
     answers: list[CompileAnswer] = []
     helpers = []
     for _ in range(2):
-        waiting = WaitingGraph(CompileKey("net", "train"), requests[0], answers.append, pytest.fail)
+        waiting = waiting_graph(requests[0], answers.append)
         helpers.append(Helper(RequestQueue([waiting]), lambda problem, keys: pytest.fail(problem)))
     ends = time.monotonic() + SECONDS
     while len(answers) < 2 and time.monotonic() < ends:

@@ -15,8 +15,7 @@ import pytest
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
-from compile_callbacks.profiling.events import CompileKey
+from compile_callbacks.graphs.requests import RequestQueue
 from tests.support.background import (
     Until,
     UntilFallback,
@@ -26,6 +25,7 @@ from tests.support.background import (
     is_running,
     pids,
     resnet18,
+    waiting_graph,
 )
 from tests.support.models import loader, seeded, trainer
 
@@ -125,7 +125,7 @@ def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "queue.py").write_text("raise ValueError")
     reasons: list[str] = []
-    waiting = WaitingGraph(CompileKey("net", "train"), pickle.dumps(Exits()), pytest.fail, reasons.append)
+    waiting = waiting_graph(pickle.dumps(Exits()), compile_here=reasons.append)
     helper, ends = Helper(RequestQueue([waiting]), lambda problem, keys: reasons.append(problem)), time.monotonic() + 60
     while not reasons and time.monotonic() < ends:
         helper.poll()

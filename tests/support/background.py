@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torchvision
 from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import InductorCompile
+from compile_callbacks.profiling.events import CompileKey
 from tests.support.models import CLASSES, Classifier, loader, seeded, trainer
 
 SECONDS = 250
@@ -39,6 +43,14 @@ def pids(callback: InductorCompile) -> set[int]:
 def compiling_pids(callback: InductorCompile) -> set[int]:
     """Return the helper process if it has got a request."""
     return pids(callback) if any(graph.sent_to for graph in callback.session._requests.waiting) else set()
+
+
+def waiting_graph(
+    pickled: bytes, load: Callable[[object], None] = pytest.fail, compile_here: Callable[[str], None] = pytest.fail
+) -> SimpleNamespace:
+    """A stand-in for a `RequestedGraph`."""
+    key = CompileKey("net", "train")
+    return SimpleNamespace(key=key, pickled=pickled, load=load, compile_here=compile_here, sent_to=None)
 
 
 def is_running(pid: int) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.config.variant import Variant
-from compile_callbacks.graphs.requests import RequestQueue, WaitingGraph
+from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Step
 from compile_callbacks.profiling.workload import Workload
 from compile_callbacks.session.background_policy import BLOCK_SAMPLES, BackgroundPolicy
+
+WAITING = SimpleNamespace(key=CompileKey("net", "train"))
 
 
 class Run:
@@ -53,8 +56,7 @@ class Run:
             kind = "compiled" if variant.config is not None and not (first or waits) else "eager"
             step = Step(variant=variant, kind=kind, compiling=first, workload=Workload("train"))
             if first:  # captures a graph
-                key = CompileKey("net", "train")
-                self.requests.waiting.append(WaitingGraph(key, b"", lambda answer: None, lambda reason: None))
+                self.requests.waiting.append(WAITING)
             self._time(step, variant.name)
             self.policy.done(step)
             names.append(variant.name)
@@ -74,7 +76,7 @@ def test_steps_run_eagerly_until_the_graphs_are_compiled():
     run.requests.waiting.clear()
     assert run.steps(1000) == [(None, 1000)]
     # A graph for a new shape waits, too, and the other graphs run compiled.
-    run.requests.waiting.append(WaitingGraph(CompileKey("net", "train"), b"", print, print))
+    run.requests.waiting.append(WAITING)
     assert run.steps(3) == [(None, 3)]
     assert not run.recorded
 
