@@ -153,10 +153,8 @@ def _metadata_text(archive: zipfile.ZipFile, names: list[str]) -> Any:
 
 
 def _is_available(device: str) -> bool:
-    if device == "cpu":
-        return True
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device and torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return device == "cpu" or (accelerator is not None and accelerator.type == device)
 
 
 _TIMEOUT_SECONDS = 300
