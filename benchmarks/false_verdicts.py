@@ -30,8 +30,7 @@ from compile_callbacks.config.variant import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.comparison import Comparison
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
-from compile_callbacks.profiling.steps import Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tuner import Tuner
 

@@ -48,9 +48,8 @@ def _structure(module: nn.Module) -> list[Any]:
         for name, weight in held.items()
         if weight is not None
     ]
-    children = [
-        name for name, child in module._modules.items() if child is not None
-    ]  # a shared child is in each parent
+    # A shared child is in each parent.
+    children = [name for name, child in module._modules.items() if child is not None]
     # Without the name of the class's Python module, which is `__main__` in only one process.
     settings = _or_none(lambda module: _ADDRESS.sub("", module.extra_repr()), module)
     return [type(module).__qualname__, settings, children, weights]

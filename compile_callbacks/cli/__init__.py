@@ -34,11 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = importlib.import_module(f"compile_callbacks.cli.{name}")
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
-    if arguments[:1] == ["bench"]:
-        parser.error(
-            "there is no command bench: the report of a run compares its mode with eager, and train_mode='auto' or a "
-            "Tune compares several modes on the steps of the run (docs/how_to/choose_settings.md)"
-        )
     args = parser.parse_args(arguments)
     try:
         status: int = args.run(args)

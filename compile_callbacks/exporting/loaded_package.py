@@ -44,7 +44,6 @@ class ExportedModule:
         path: The path of the file.
         format: The content of the file, ``"aoti"`` or ``"export"``.
         device: The type of the device that the package runs on.
-        torch_version: The version of torch that wrote the package.
         spec: The description of the inputs.
         run: The function that torch loaded. It does not check its inputs.
     """
@@ -52,7 +51,6 @@ class ExportedModule:
     path: Path
     format: Format
     device: str
-    torch_version: str
     spec: CallSpec
     run: Callable[..., Any]
 
@@ -102,17 +100,17 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     if not path.exists():
         raise FileNotFoundError(f"path={str(path)!r} does not exist")
     content, metadata, spec = read_package(path)
-    written_by, device = str(metadata.get("torch")), str(metadata.get("device", "cpu"))
+    device = str(metadata.get("device", "cpu"))
     if not _is_available(device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
         with _torch.export.own_warnings_off():
             run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
     except Exception as error:
-        versions = f"torch {written_by} wrote it, and this is torch {torch.__version__}"
+        versions = f"torch {metadata.get('torch')} wrote it, and this is torch {torch.__version__}"
         reason = in_one_line(describe_failure(error))
         raise _not_loaded(f"{path} cannot be loaded by this torch ({versions}): {reason}") from error
-    return ExportedModule(path=path, format=content, device=device, torch_version=written_by, spec=spec, run=run)
+    return ExportedModule(path=path, format=content, device=device, spec=spec, run=run)
 
 
 def read_package(path: Path) -> tuple[Format, dict[str, Any], CallSpec]:
@@ -155,10 +153,8 @@ def _metadata_text(archive: zipfile.ZipFile, names: list[str]) -> Any:
 
 
 def _is_available(device: str) -> bool:
-    if device == "cpu":
-        return True
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device and torch.accelerator.is_available()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return device == "cpu" or (accelerator is not None and accelerator.type == device)
 
 
 _TIMEOUT_SECONDS = 300
@@ -174,14 +170,14 @@ def load_after_smoke_test(
     AOTInductor generates more C++ code to launch kernels, and after a crash, a process cannot use the GPU any more.
     """
     if device.type != "cpu":
-        run_in_new_process(path, args, kwargs)
+        _run_in_new_process(path, args, kwargs)
     return load_exported(path)
 
 
-def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Run a package once in a new process, and raise an `ExportError` if it crashes. Return whether it succeeded.
+def _run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run a package once in a new process, and raise an `ExportError` if it crashes or does not end.
 
-    Any other error returns ``False``, because the process that loads the package raises it with more details.
+    This process raises any other error with more details when it loads the package.
     """
     *_, spec = read_package(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +187,7 @@ def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
         try:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
         except OSError:  # Python cannot start a process if it is embedded in another program
-            return False
+            return
         except subprocess.TimeoutExpired:
             text = f"the package did not end within {_TIMEOUT_SECONDS} s"
             raise ExportError(with_code("CC601", text)) from None
@@ -199,5 +195,3 @@ def run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, A
             if error.returncode in _CRASHES:
                 text = f"the package crashed: {in_one_line(describe_failure(error))}"
                 raise ExportError(with_code("CC601", text)) from None
-            return False
-    return True

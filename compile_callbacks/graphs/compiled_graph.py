@@ -13,7 +13,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.executions import Executions
+from compile_callbacks.profiling.recorder import Executions
 
 
 @dataclass(eq=False, slots=True)  # torch copies the attributes of an object without slots to a function that it keeps

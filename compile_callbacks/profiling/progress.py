@@ -25,13 +25,10 @@ MAX_LINES = 3
 class CompileProgress:
     """Prints the target, phase and duration of each compile, and the reasons for recompiles and fallbacks."""
 
-    def __init__(
-        self, print_line: Callable[[str], None] = lambda line: None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, print_line: Callable[[str], None] = lambda line: None) -> None:
         self._seconds: dict[Phase, dict[str, float]] = {}  # the longest compile of each target, if it got a line
         self._last: dict[Phase, dict[str, float]] = {}  # the same in the last run
         self._print_line = print_line
-        self._clock = clock
         self._over: threading.Event | None = None
         self._events: Counter[tuple[str, Phase]] = Counter()
 
@@ -55,7 +52,7 @@ class CompileProgress:
         """Print a line after one second of compiling, and more lines until `compile_ends`."""
         self._over = threading.Event()
         # A daemon thread, because another thread would keep an interrupted interpreter alive.
-        arguments = key, self._clock(), self._over
+        arguments = key, time.perf_counter(), self._over
         threading.Thread(target=self._print_lines, args=arguments, name="compile-progress", daemon=True).start()
 
     def compile_ends(self) -> None:
@@ -94,8 +91,8 @@ class CompileProgress:
         last = self._last.get(key.phase, {}).get(key.target)
         self._print_line(f"compiling {what} ..." + (f" ({last:.1f} s in the last run)" if last else ""))
         while not over.wait(LINE_SECONDS):
-            self._print_line(f"still compiling {what}: {self._clock() - started:.0f} s")
-        seconds = self._clock() - started
+            self._print_line(f"still compiling {what}: {time.perf_counter() - started:.0f} s")
+        seconds = time.perf_counter() - started
         self._print_line(f"compiling {what} took {seconds:.1f} s")  # also if the compiler failed
         self._remember(key.phase, key.target, seconds)
 

@@ -6,12 +6,12 @@ import threading
 import time
 import types
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
-from compile_callbacks.profiling.executions import Executions
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, at_graph_break, explain_recompile
 
@@ -60,6 +60,19 @@ class CallInProgress:
     code: types.CodeType | None = None
 
 
+@dataclass(slots=True)
+class Executions:
+    """The executions in a session so far.
+
+    Attributes:
+        graphs: Number of executions of compiled graphs.
+        eager_calls: Number of calls, parts of calls and captured graphs that ran eagerly in steps that compile.
+    """
+
+    graphs: int = 0
+    eager_calls: int = 0
+
+
 class _Calling(threading.local):
     """The innermost call of a target in this thread, because torch announces a compile in the thread that compiles."""
 
@@ -74,11 +87,7 @@ class CompileRecorder:
     """
 
     def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        progress: CompileProgress | None = None,
-        mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS,
+        self, *, progress: CompileProgress | None = None, mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS
     ) -> None:
         self.mode_arguments = mode_arguments
         self.calling = _Calling()
@@ -97,7 +106,6 @@ class CompileRecorder:
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
-        self._clock = clock
         self._progress = progress or CompileProgress()
         self._backward_seconds = 0.0
         self._saved_bytes = 0
@@ -192,7 +200,7 @@ class CompileRecorder:
         self._guard_misses = _torch.events.guard_misses()
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
-        self._running = key, self._clock()
+        self._running = key, time.perf_counter()
         if key is None:
             return
         if by_dynamo and (reason := _torch.events.recompile_reason()):
@@ -213,7 +221,7 @@ class CompileRecorder:
         if key is None:
             return
         self._progress.compile_ends()
-        seconds = self._clock() - started
+        seconds = time.perf_counter() - started
         self.record(
             "compile",
             key,
@@ -234,7 +242,7 @@ class CompileRecorder:
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> CompileEvent:
+    def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> None:
         """Record an event of a target."""
         event = CompileEvent(
             kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, step=self.step, **attributes
@@ -242,7 +250,6 @@ class CompileRecorder:
         self.events.append(event)
         if show:
             self._progress.show(event)
-        return event
 
     def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
         """Return the events of one phase and kind."""

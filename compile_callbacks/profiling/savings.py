@@ -13,7 +13,7 @@ from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.variant import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Workload
 
 
 class Savings(NamedTuple):

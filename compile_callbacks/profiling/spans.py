@@ -21,8 +21,8 @@ class Span:
         start: float | None = None,
     ) -> None:
         # torch.cuda, torch.xpu and torch.mps have an Event class.
-        on_accelerator = device is not None and device.type != "cpu" and start is None
-        self._event = getattr(getattr(torch, device.type, None), "Event", None) if device and on_accelerator else None
+        accelerator = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
+        self._event = getattr(accelerator, "Event", None)
         self._mark = clock if self._event is None else self._record_event
         self._start: Any = self._mark() if start is None else start
         self._end: Any = None

@@ -10,13 +10,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.profiling.comparison import Comparison, compare
 from compile_callbacks.profiling.spans import Span
-from compile_callbacks.profiling.steps import Step, StepKind
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, StepKind, Workload
 
 WARMUP_STEPS = 2
 """The number of steps without a sample after a compile, and after a change between eager and compiled. In these steps,
@@ -55,7 +55,7 @@ class StepTimes:
         """Compiled samples, in milliseconds."""
         return tuple(ms for window in self.windows for ms in window)
 
-    @property
+    @cached_property
     def comparison(self) -> Comparison | None:
         """The comparison of the eager steps with the compiled steps, or ``None`` for too few samples."""
         return compare([self.eager_ms], self.windows)
@@ -224,11 +224,8 @@ class StepTimer:
                 for timed in window:
                     if timed.workload is not None and timed.ms is not None:
                         of_window[timed.workload].append(timed.ms)
-                for workload, ms in of_window.items():
-                    by_workload[workload] = [
-                        *by_workload.pop(workload, ()),
-                        tuple(ms),
-                    ]  # the latest workload is the last
+                for workload, ms in of_window.items():  # the latest workload is the last
+                    by_workload[workload] = [*by_workload.pop(workload, ()), tuple(ms)]
         return {workload: tuple(windows) for workload, windows in by_workload.items()}
 
     def times(self, phase: Phase, variant: str | None = None, kind: StepKind | None = None) -> StepTimes:

@@ -12,14 +12,14 @@ from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.config.variant import WAITING_VARIANT
-from compile_callbacks.profiling.comparison import Comparison, median_ms
-from compile_callbacks.profiling.events import CompileEvent, EventKind, Result, Verdict
+from compile_callbacks.profiling.comparison import median_ms
+from compile_callbacks.profiling.events import CompileEvent, CompilePart, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.savings import Savings, net_series, savings
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.steps import StepKind
-from compile_callbacks.tuning.tune import PhaseConfig, Tune
+from compile_callbacks.tuning.tune import PhaseConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,12 @@ class PhaseFacts:
     with_details: bool  # whether the verdict, the series and the events are needed
 
     @cached_property
-    def _chosen(self) -> str | None:
+    def candidate(self) -> str | None:
         return next((trial["candidate"] for trial in self.trials if trial["verdict"] == "chosen"), None)
 
     @property
     def _config(self) -> PhaseConfig:
-        return None if self._chosen == EAGER else self.settings
-
-    @property
-    def candidate(self) -> str | None:
-        return self._chosen if isinstance(self.settings, Tune) else None
+        return None if self.candidate == EAGER else self.settings
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -59,13 +55,18 @@ class PhaseFacts:
         """Return the events of a kind."""
         return [event for event in self._events if event.kind == kind]
 
+    def seconds(self, kind: EventKind, part: CompilePart | None = None) -> float | None:
+        """Return the duration of all events of a kind and part, or ``None`` without such an event."""
+        events = [event for event in self.events(kind) if part in (None, event.part)]
+        return sum(event.seconds or 0 for event in events) if events else None
+
     def values(self, attribute: str) -> list[Any]:
         """Return the values of an attribute of all events that have it."""
         return [value for event in self._events if (value := getattr(event, attribute)) is not None]
 
     @property
     def mode(self) -> str:
-        return self._chosen or (self._config.describe() if self._config else EAGER)
+        return self.candidate or (self._config.describe() if self._config else EAGER)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -149,34 +150,21 @@ class PhaseFacts:
         return savings(self.timer, self.phase, self.candidate, self._seconds_outside_steps)
 
     @property
-    def load_seconds(self) -> float | None:
-        loads = [event.seconds or 0 for event in self.events("compile") if event.part == "load"]
-        return sum(loads) if loads else None
-
-    @property
-    def background_seconds(self) -> float | None:
-        compiles = self.events("background")
-        return sum(event.seconds or 0 for event in compiles) if compiles else None
-
-    @property
     def waiting_steps(self) -> int:
         return self.timer.steps(self.phase, WAITING_VARIANT.name).total()
 
     @property
     def _was_not_called(self) -> bool:
         """Whether no step has called compiled code that was loaded."""
+        was_loaded = self.seconds("compile", "load") is not None
         ran = self.steps["compiled"] or self.steps["partly compiled"]
-        return self.load_seconds is not None and not (ran or self.events("verify") or self.events("fallback"))
+        return was_loaded and not (ran or self.events("verify") or self.events("fallback"))
 
     @property
     def waiting_ms(self) -> float | None:
         windows = self.timer.windows(self.phase, WAITING_VARIANT.name, "eager")
         waiting = [window for workload, of in windows.items() if workload == self.times.workload for window in of]
         return median_ms([ms for window in waiting for ms in window])
-
-    @cached_property
-    def comparison(self) -> Comparison | None:
-        return self.times.comparison
 
     @property
     def net_seconds(self) -> float | None:
@@ -192,9 +180,10 @@ class PhaseFacts:
             return None
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
             return "still compiling" if self.waits or self._was_not_called else "not compiled"
-        if self.comparison is None:
+        comparison = self.times.comparison
+        if comparison is None:
             return "too few samples" if self._config is not None and self.steps.total() else None
-        outcome = self.comparison.outcome
+        outcome = comparison.outcome
         unpaid = outcome == "faster" and self.net_seconds is not None and self.net_seconds <= 0
         return "compile time not repaid" if unpaid else outcome
 

@@ -213,15 +213,11 @@ def _figures(data: Any) -> dict[str, _Measurement]:
 
 
 def _events(data: Any, attribute: str, value: str) -> list[dict[str, Any]]:
-    """Return events of a phase in order."""
-    events = _of_chosen(data, data["diagnostics"]["events"])
-    return [event for event in events if event.get(attribute) == value]
-
-
-def _of_chosen(data: Any, entries: Sequence[Any]) -> list[Any]:
-    """Return the entries of the candidate that a `Tune` chose, or all without a `Tune`."""
-    chosen = [trial["candidate"] for trial in data["diagnostics"]["trials"] if trial["verdict"] == "chosen"]
-    return [entry for entry in entries if not chosen or entry.get("candidate") in (None, *chosen)]
+    """Return events of a phase in order, with a `Tune` of the chosen candidate."""
+    details = data["diagnostics"]
+    chosen = [trial["candidate"] for trial in details["trials"] if trial["verdict"] == "chosen"]
+    events = [event for event in details["events"] if event.get(attribute) == value]
+    return [event for event in events if not chosen or event.get("candidate") in (None, *chosen)]
 
 
 def _compiled_targets(data: Any) -> Counter[str]:

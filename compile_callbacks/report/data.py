@@ -73,7 +73,7 @@ class PhaseDiagnostics(Figures):
     compiled_spread_ms: float | None = figure(lambda facts: spread_ms(facts.times.compiled_ms))
     """Interquartile range of the compiled step times, in milliseconds."""
     speedup_interval: tuple[float, ...] = figure(
-        lambda facts: (facts.comparison.low, facts.comparison.high) if facts.comparison else (), default=()
+        lambda facts: facts.times.comparison[1:] if facts.times.comparison else (), default=()
     )
     """The two ends of the 95% confidence interval of `eager_step_ms / compiled_step_ms`. Empty for too few samples."""
     eager_peak_memory_mib: float | None = figure(
@@ -98,7 +98,7 @@ class PhaseDiagnostics(Figures):
         lambda facts: facts.memory.peak(facts.phase, facts.candidate).at_most_mib
     )
     """An upper bound of this peak if compiled steps did not raise the peak of the process."""
-    load_seconds: float | None = figure(lambda facts: facts.load_seconds)
+    load_seconds: float | None = figure(lambda facts: facts.seconds("compile", "load"))
     """The share of `compile_seconds` that loaded code of the helper process. The rest captured the graphs."""
     waiting_steps: int = figure(lambda facts: facts.waiting_steps, "compile", COUNT, default=0, row="steps meanwhile")
     """Number of steps that ran eagerly while the helper process compiled."""
@@ -173,7 +173,7 @@ class PhaseReport(Figures):
     """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With a
     `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
     background_seconds: float | None = figure(
-        lambda facts: facts.background_seconds, "compile", "{:.1f}", row="compiled in the background s"
+        lambda facts: facts.seconds("background"), "compile", "{:.1f}", row="compiled in the background s"
     )
     """Seconds in which the helper process of `background=True` compiled, while training went on."""
     graphs: int = figure(

@@ -26,8 +26,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.passes.record_graphs import RecordedGraph
-from compile_callbacks.report import file as report_file
-from compile_callbacks.report.file import environment
+from compile_callbacks.report.file import append_record, environment, make_record
 from compile_callbacks.report.report import CompileReport, ExportReport
 from compile_callbacks.report.table import to_markdown
 
@@ -132,8 +131,8 @@ def write_report(trainer: Trainer, report: CompileReport, exception: BaseExcepti
         if folder is None:
             return None
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
-        record = report_file.make_record(report, call, step=trainer.global_step, exception=exception)
-        path = report_file.append_record(get_filesystem(folder), folder, record)
+        record = make_record(report, call, step=trainer.global_step, exception=exception)
+        path = append_record(get_filesystem(folder), folder, record)
         return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"

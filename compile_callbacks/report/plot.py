@@ -15,6 +15,7 @@ try:
 except ImportError as error:
     raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
 
+from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.summary import describe_verdict
@@ -52,7 +53,7 @@ def plot_report(report: RunReport) -> Figure:
     for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
         phase_report = report.phase(phase)
         verdict = describe_verdict(phase, phase_report) or "no verdict"
-        title = f"{phase}: {_shortened(phase_report.mode, 40)} — {verdict}"
+        title = f"{phase}: {in_one_line(phase_report.mode, 40)} — {verdict}"
         row.suptitle(textwrap.fill(title, 160), x=0.01, ha="left", fontsize=10)
         saved, times = row.subplots(1, 2, width_ratios=(3, 2))
         last = max(max(entry["steps"]) for entry in phase_report.diagnostics.series)
@@ -110,7 +111,8 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
         steps = entry["steps"]
         eager, is_chosen = entry["kind"] == "eager", entry["candidate"] in (None, report.mode)
         color = _EAGER_COLOR if eager else _COMPILED_COLOR if is_chosen else next(candidates)
-        label = _shortened("eager" if eager else entry["candidate"] or entry["kind"]) + ("" if is_chosen else ", tried")
+        name = "eager" if eager else entry["candidate"] or entry["kind"]
+        label = in_one_line(name, 26) + ("" if is_chosen else ", tried")
         known = report.eager_step_ms if eager else report.compiled_step_ms
         median = known if is_chosen and known is not None else statistics.median(entry["ms"])
         axes.scatter(steps, entry["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)
@@ -143,7 +145,3 @@ def _top(report: PhaseReport) -> float:
     times = times or [entry["ms"] for entry in report.diagnostics.series]
     medians = [report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0, *map(statistics.median, times)]
     return 1.15 * min(max(*medians, *map(max, times)), 2 * max(medians))
-
-
-def _shortened(text: str, longest: int = 26) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"

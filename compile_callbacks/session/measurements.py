@@ -17,8 +17,7 @@ from compile_callbacks.profiling.comparison import is_too_noisy
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.steps import Stage, Step
-from compile_callbacks.profiling.workload import Workload, workload_of
+from compile_callbacks.profiling.steps import Stage, Step, Workload, workload_of
 
 
 class Measurements:

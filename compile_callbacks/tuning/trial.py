@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.comparison import median_ms
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Workload
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
 """The result of a candidate. ``"not faster"``: not faster than eager by ``min_speedup`` and by more than noise.

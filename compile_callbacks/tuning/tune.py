@@ -85,11 +85,7 @@ class Tune:
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
     def check_hook_points(self, passes: Sequence[Any]) -> None:
-        """Refuse passes at a hook point that the options of a candidate set.
-
-        Raises:
-            ValueError: If a candidate sets the hook point of a pass.
-        """
+        """Refuse passes at a hook point that the options of a candidate set."""
         for config in self.configs:
             config.check_hook_points(passes)
 

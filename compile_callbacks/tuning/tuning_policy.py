@@ -19,8 +19,7 @@ from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
-from compile_callbacks.profiling.steps import Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Block, Trial, Verdict, compared_workload
@@ -68,12 +67,7 @@ class TuningPolicy:
     ) -> None:
         """Begin a Trainer run, and keep the winner of the last run, if that run was long enough to choose one.
 
-        Args:
-            device: The device of the module.
-            conditions: The conditions that a winner depends on.
-            record: The file with the winners of earlier runs.
-            no_freezing: The reason why the targets cannot have frozen weights.
-            no_cudagraphs: The reason why the targets cannot have CUDA graphs.
+        A winner depends on the ``conditions``. ``record`` is the file with the winners of earlier runs.
         """
         self._conditions, self._record = conditions, record
         self._candidates = functools.partial(

@@ -47,12 +47,6 @@ def test_dir_shows_the_public_names_only():
     assert [name for name in dir(compile_callbacks) if not name.startswith("__")] == sorted(compile_callbacks.__all__)
 
 
-def test_bench_names_what_replaces_it(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "model.py"])
-    assert "choose_settings" in capsys.readouterr().err
-
-
 def test_modes_lists_every_mode_and_template(capsys):
     assert main(["modes", "--device", "cpu", "--json"]) == 0
     listed = {mode["name"]: mode for mode in json.loads(capsys.readouterr().out)["modes"]}

@@ -141,7 +141,7 @@ def test_a_package_runs_where_only_torch_is_imported(exported, tmp_path):
 
 def test_a_loaded_package_takes_the_inputs_of_the_module_in_any_layout(exported):
     run = load_exported(exported.path)
-    assert (run.format, run.device, run.torch_version) == ("aoti", "cpu", torch.__version__)
+    assert (run.format, run.device) == ("aoti", "cpu")
     assert str(inspect.signature(run)) == "(images, *, scale)"
     contiguous, scale = torch.randn(3, 2, 6, 5), torch.randn(3, 1)
     for x in (contiguous, contiguous.to(memory_format=torch.channels_last), contiguous[:, :, :, torch.arange(5)]):

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
 
 from compile_callbacks import ExportError, _torch, export, load_exported
-from compile_callbacks.exporting.loaded_package import load_after_smoke_test, run_in_new_process
+from compile_callbacks.exporting.loaded_package import load_after_smoke_test
 from tests.support.models import mlp
 
 X = torch.ones(4, 8)
@@ -159,7 +159,7 @@ def test_a_package_that_crashes_ends_only_the_smoke_test(packages, tmp_path, mon
     for name in ("torch", "numpy", "typing_extensions"):
         (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
     monkeypatch.chdir(tmp_path)
-    assert run_in_new_process(packages["aoti"], (X,), {})
+    load_after_smoke_test(packages["aoti"], (X,), {}, torch.device("cuda"))
     assert list(tmp_path.glob("*.ran")) == []  # modules planted in the current folder are not imported
     with pytest.raises(ExportError, match=r"the package crashed: python\S* was ended by SIGABRT"):
         load_after_smoke_test(crashing(packages["aoti"], tmp_path / "crashing.pt2"), (X,), {}, torch.device("cuda"))

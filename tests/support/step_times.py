@@ -7,8 +7,7 @@ from types import SimpleNamespace
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.steps import Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, Workload
 
 
 class TimedSteps:

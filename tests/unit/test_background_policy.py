@@ -14,8 +14,7 @@ from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.steps import Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.session.background_policy import BLOCK_SAMPLES, BackgroundPolicy
 
 WAITING = SimpleNamespace(key=CompileKey("net", "train"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compile_callbacks._utils.signatures import shapes, signature
-from compile_callbacks.profiling.workload import workload_of
+from compile_callbacks.profiling.steps import workload_of
 
 
 class Graph:

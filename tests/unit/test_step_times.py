@@ -23,8 +23,7 @@ from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import MAX_WINDOWS, WINDOW_STEPS, StepTimer
-from compile_callbacks.profiling.steps import Step
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.session.stage_warnings import RECENT_WINDOWS, SessionWarnings
 from tests.support.models import Classifier, loader, seeded, trainer
 from tests.support.step_times import TimedSteps, Times

@@ -17,7 +17,7 @@ import torch
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import CompileEvent
-from compile_callbacks.profiling.workload import Workload
+from compile_callbacks.profiling.steps import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Block, Trial, compared_workload
