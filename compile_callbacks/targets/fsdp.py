@@ -36,11 +36,6 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the module that an FSDP1 wrapper calls, or ``None`` if ``module`` is not a wrapper."""
-    return module.module if _torch.distributed.is_fsdp1_unit(module) else None  # type: ignore[return-value]
-
-
 def strip_fsdp1_names(name: str) -> str:
     """Return the dotted name of a module without the names of FSDP1 wrappers."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
