@@ -16,7 +16,8 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
+from compile_callbacks.callbacks.trainer_progress import remaining_steps
+from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import (
     CompileArguments,
@@ -282,7 +283,8 @@ class InductorCompile(Callback):
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         if (session := self._calls.prepare(trainer, pl_module)) is not None:
-            session.stage_begins(stage_of(trainer, phase))
+            frozen = trainer.state.fn != "fit"
+            session.stage_begins(Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=frozen))
             if not trainer.sanity_checking:
                 session.plan(remaining_steps(trainer))
 

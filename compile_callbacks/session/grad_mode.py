@@ -133,9 +133,7 @@ def restore(compiled: Any) -> None:
     Raises:
         ValueError: If `compile_phases` did not compile the module or function.
     """
-    session = _session_or_error(compiled, "restore")
-    session.end()
-    session.free_compiled()
+    _session_or_error(compiled, "restore").discard()
 
 
 class GradModeSession(Session):
@@ -154,16 +152,11 @@ class GradModeSession(Session):
         for compiled_target in self._switch.compiled_targets("infer"):
             compiled_target.allow_shapes(args, kwargs)
 
-    def finalizer(self) -> Callable[[], None]:
-        """Return a function that ends this session when the module is deleted, and does not keep the module alive."""
-        recorder, cache = self._recorder, self._cache
-
-        def end() -> None:
-            recorder.stop()
-            if cache is not None:
-                cache.end()
-
-        return end
+    def end_with_module(self) -> None:
+        """End this session when the module is deleted. This does not keep the module alive."""
+        weakref.finalize(self.module, self._recorder.stop)
+        if self._cache is not None:
+            weakref.finalize(self.module, self._cache.end)
 
 
 class _Function(nn.Module):
@@ -219,7 +212,7 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
         raise ValueError(with_code("CC203", message))
     session = GradModeSession(module, targets, arguments)
     session.begin_by_grad_mode()
-    weakref.finalize(module, session.finalizer())
+    session.end_with_module()
 
 
 def _session_or_error(compiled: Any, function: str) -> Session:

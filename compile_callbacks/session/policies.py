@@ -118,9 +118,9 @@ class Policies:
         arguments: CompileArguments,
         recorder: CompileRecorder,
         ranks: Ranks,
-        print_line: Callable[[str], None] = lambda line: None,
-        background: Callable[[Phase, Variant], BackgroundPolicy] | None = None,
-        requests: RequestQueue | None = None,
+        print_line: Callable[[str], None],
+        background: Callable[[Phase, Variant], BackgroundPolicy] | None,
+        requests: RequestQueue | None,
     ) -> None:
         self._passes = arguments.target_settings.passes
         self._ranks = ranks
@@ -138,7 +138,7 @@ class Policies:
                 waits = functools.partial(requests.waits, phase) if requests is not None else lambda candidate: False
                 self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line, waits)
         self.comparing = frozenset(self._tunings)
-        """The phases that compare variants with each other."""
+        """The phases that compare variants with each other, and choose one together with other ranks."""
         self._shares = arguments.targets == REPEATED
 
     def begin(
@@ -205,11 +205,6 @@ class Policies:
             self._tunings[phase].stage_ends()
 
     # ------------------------------------------------------------------------------------------ results
-
-    @property
-    def decide_together(self) -> bool:
-        """Whether ranks make decisions together."""
-        return bool(self._tunings)
 
     def chosen(self, phase: Phase) -> Variant:
         """Return the variant of a phase after the baseline, or eager while a `Tune` has not chosen a candidate."""

@@ -134,7 +134,7 @@ class Session:
         self._recorder.stopping = stopping
         device, sharded = device_of(self.module), is_sharded(self.module)
         self.gpu.begin(device)
-        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=self._policies.decide_together)
+        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=bool(self._policies.comparing))
         self._measurements.begin(device, precision, self._ranks.size)
         for phase in PHASES:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
@@ -147,7 +147,7 @@ class Session:
             self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
-        model = model_fingerprint(self.module) if self._cache is not None or self._policies.decide_together else ""
+        model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
         if self._cache is not None:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
@@ -183,8 +183,9 @@ class Session:
             for action in reversed(actions):
                 remaining.callback(action)
 
-    def free_compiled(self) -> None:
-        """Free the memory of compiled code. The next call of a target compiles it again."""
+    def discard(self) -> None:
+        """End the run, and free the memory of compiled code."""
+        self.end()
         self._switch.free_compiled()
 
     # ------------------------------------------------------------------------------------------ stages and steps
