@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
@@ -107,8 +107,7 @@ class InductorCompile(Callback):
         keep_compiled: bool = False,
         trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(keep_compiled, bool):
-            raise TypeError(with_code("CC202", f"keep_compiled={keep_compiled!r} must be True or False"))
+        check_type("keep_compiled", keep_compiled, bool, "True or False")
         self.arguments = CompileArguments.checked(
             train_mode=train_mode,
             infer_mode=infer_mode,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -101,13 +101,6 @@ class Baseline:
 
 
 _EAGER = Fixed(EAGER_VARIANT)
-
-
-class RemainingVariants(NamedTuple):
-    """The variants of a phase that may still run."""
-
-    names: frozenset[str | None]
-    on_trial: bool  # whether a `Tune` has not chosen one of them yet
 
 
 class Policies:
@@ -211,12 +204,12 @@ class Policies:
         tuning = self._tunings.get(phase)
         return self._fixed[phase].variant if tuning is None else tuning.chosen or EAGER_VARIANT
 
-    def remaining_variants(self, phase: Phase) -> RemainingVariants:
-        """Return the variants of a phase that may still run."""
+    def remaining_variants(self, phase: Phase) -> tuple[frozenset[str | None], bool]:
+        """Return the names of the variants that may still run, and whether a `Tune` has not chosen one of them yet."""
         tuning = self._tunings.get(phase)
         if tuning is None:
-            return RemainingVariants(frozenset({self._fixed[phase].variant.name}), on_trial=False)
-        return RemainingVariants(tuning.remaining_variants, on_trial=tuning.chosen is None)
+            return frozenset({self._fixed[phase].variant.name}), False
+        return tuning.remaining_variants, tuning.chosen is None
 
     def trials(self, phase: Phase) -> list[Trial]:
         """Return the candidates of a `Tune` with their results so far."""

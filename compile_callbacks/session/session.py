@@ -373,11 +373,12 @@ class Session:
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase in PHASES:
-            if (variants := self._policies.remaining_variants(phase)) != self._remaining_variants.get(phase):
+            names, on_trial = variants = self._policies.remaining_variants(phase)
+            if variants != self._remaining_variants.get(phase):
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
                 self._remaining_variants[phase] = variants
-                self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
+                self._switch.free_other_variants(phase, names, on_trial=on_trial)
 
     def _background_policy(self, phase: Phase, variant: Variant) -> BackgroundPolicy:
         def record(kind: str, reason: str) -> None:
