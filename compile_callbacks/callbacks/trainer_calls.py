@@ -103,7 +103,6 @@ class TrainerCalls:
                 pl_module,
                 resolve_targets(pl_module, arguments.targets, LightningModule),
                 arguments,
-                finds_targets=arguments.finds_targets,
                 resolve=functools.partial(_resolve_again, pl_module, arguments),
                 print_line=functools.partial(print_line, trainer),
             )

@@ -169,11 +169,10 @@ class Policies:
         if phase in self._tunings:
             self._tunings[phase].plan(remaining_steps)
 
-    def resume(self, measured: Mapping[Phase, bool]) -> None:
+    def resume(self, measured: Sequence[Phase]) -> None:
         """Skip the baselines that an earlier run has measured."""
-        for phase, known in measured.items():
-            if known:
-                self._baselines[phase].skip()
+        for phase in measured:
+            self._baselines[phase].skip()
 
     def winners(self) -> dict[Phase, dict[str, Any]]:
         """Return the winner of each `Tune` for a checkpoint."""

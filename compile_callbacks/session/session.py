@@ -60,12 +60,12 @@ class Session:
         targets: Sequence[Target],
         arguments: CompileArguments,
         *,
-        finds_targets: bool = False,
         resolve: Callable[[], Sequence[Target]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._arguments = arguments
+        finds_targets = resolve is not None and arguments.finds_targets
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
