@@ -17,17 +17,12 @@ from compile_callbacks._utils.messages import check_type, describe_failure, in_o
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
+from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.session.arguments import (
-    CompileArguments,
-    NewShapes,
-    OnError,
-    PhaseMode,
-    Verify,
-    explain_unknown_arguments,
-)
+from compile_callbacks.session.arguments import CompileArguments, explain_unknown_arguments
 from compile_callbacks.session.session import Session
+from compile_callbacks.tuning.tune import PhaseMode
 
 _warn = rank_zero_only(warn_user)
 

@@ -14,14 +14,12 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_folder
-from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.targets.resolve import check_target_names
-from compile_callbacks.tuning.tune import PhaseConfig, PhaseMode, as_phase_config
-
-__all__ = ["CompileArguments", "NewShapes", "OnError", "PhaseMode", "Verify", "explain_unknown_arguments"]
+from compile_callbacks.tuning.tune import PhaseConfig, as_phase_config
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -39,7 +39,6 @@ from compile_callbacks.session.measurements import Measurements
 from compile_callbacks.session.policies import Policies, StepPolicy
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.fsdp import is_sharded
 from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
@@ -132,7 +131,7 @@ class Session:
         """
         self.running = True
         self._recorder.stopping = stopping
-        device, sharded = device_of(self.module), is_sharded(self.module)
+        device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
         self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=bool(self._policies.comparing))
         self._measurements.begin(device, precision, self._ranks.size)

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch.distributed import is_sharded as is_sharded
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -46,7 +45,7 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
 
     The function does not check a `Tune`, which skips unsupported candidates.
     """
-    if not is_sharded(root) or not any(configs.values()):
+    if not _torch.distributed.is_sharded(root) or not any(configs.values()):
         return None
     if _torch.distributed.has_flat_weights(root):
         return (
@@ -78,7 +77,7 @@ def unsupported_strategy_reason(strategy: object) -> str | None:
 
 def check_not_sharded(module: nn.Module) -> None:
     """Check that this process has all weights of a module."""
-    if is_sharded(module):
+    if _torch.distributed.is_sharded(module):
         message = (
             "FSDP shards the weights of module, but this function needs all weights in one process: load a checkpoint "
             "into a new module"

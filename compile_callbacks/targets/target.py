@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.targets.fsdp import innermost_fsdp_units, is_sharded, strip_fsdp1_names
+from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """The modules whose members the steps call instead, because they have no ``forward``."""
@@ -56,7 +56,7 @@ class Callee:
     @property
     def sharded(self) -> bool:
         """Whether FSDP gathers the weights for each call, and frees them afterwards."""
-        return is_sharded(self.module)
+        return _torch.distributed.is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
         """Return the reason why torch.compile cannot compile the callee, or ``None`` if it can."""
