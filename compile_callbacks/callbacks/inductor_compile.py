@@ -13,20 +13,16 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import remaining_steps, stage_of
+from compile_callbacks.callbacks.trainer_progress import remaining_steps
+from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
+from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.session.arguments import (
-    CompileArguments,
-    NewShapes,
-    OnError,
-    PhaseMode,
-    Verify,
-    explain_unknown_arguments,
-)
+from compile_callbacks.session.arguments import CompileArguments, explain_unknown_arguments
 from compile_callbacks.session.session import Session
+from compile_callbacks.tuning.tune import PhaseMode
 
 _warn = rank_zero_only(warn_user)
 
@@ -106,31 +102,33 @@ class InductorCompile(Callback):
         keep_compiled: bool = False,
         trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(keep_compiled, bool):
-            raise TypeError(with_code("CC202", f"keep_compiled={keep_compiled!r} must be True or False"))
-        self.arguments = CompileArguments.checked(
-            train_mode=train_mode,
-            infer_mode=infer_mode,
-            targets=targets,
-            passes=passes,
-            cache_dir=cache_dir,
-            baseline_steps=baseline_steps,
-            background=background,
-            on_error=on_error,
-            verify=verify,
-            new_shapes=new_shapes,
-            trace_dir=trace_dir,
-        )
+        check_type("keep_compiled", keep_compiled, bool, "True or False")
+        given: dict[str, Any] = {
+            "train_mode": train_mode,
+            "infer_mode": infer_mode,
+            "targets": targets,
+            "passes": passes,
+            "baseline_steps": baseline_steps,
+            "background": background,
+            "on_error": on_error,
+            "verify": verify,
+            "new_shapes": new_shapes,
+            "cache_dir": cache_dir,
+            "trace_dir": trace_dir,
+        }
+        self.arguments = CompileArguments.checked(**given)
         self.keep_compiled = keep_compiled
+        self._given = {**given, "keep_compiled": keep_compiled}
         for message in self.arguments.without_effect(keep_compiled=keep_compiled):
             _warn("CC204", message)
         self._calls = TrainerCalls(self.arguments, keep_compiled=keep_compiled)
         self._step_is_timed, self._global_step_before = False, 0
 
     def __repr__(self) -> str:
-        values = {**self.arguments.values(), "keep_compiled": self.keep_compiled}
-        defaults = inspect.signature(InductorCompile).parameters
-        shown = [name for name, value in values.items() if "mode" in name or value != defaults[name].default]
+        configs = self.arguments.configs.items()
+        modes = {f"{phase}_mode": config.describe() if config else EAGER for phase, config in configs}
+        values, defaults = {**self._given, **modes}, inspect.signature(InductorCompile).parameters
+        shown = [name for name, value in values.items() if name in modes or value != defaults[name].default]
         return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -282,7 +280,8 @@ class InductorCompile(Callback):
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         if (session := self._calls.prepare(trainer, pl_module)) is not None:
-            session.stage_begins(stage_of(trainer, phase))
+            frozen = trainer.state.fn != "fit"
+            session.stage_begins(Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=frozen))
             if not trainer.sanity_checking:
                 session.plan(remaining_steps(trainer))
 

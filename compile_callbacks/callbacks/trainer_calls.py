@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -45,14 +44,6 @@ class LastReport:
         return self
 
 
-@dataclass(kw_only=True)
-class TrainerCall:
-    """One running Trainer call."""
-
-    trainer: Trainer
-    key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
-
-
 class TrainerCalls:
     """The running Trainer call of one callback, and the session of the current or last call.
 
@@ -68,7 +59,8 @@ class TrainerCalls:
         self.last_report = last_report or LastReport()
         self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
         self._printed = False  # whether the report was printed
-        self._call: TrainerCall | None = None
+        self._trainer: Trainer | None = None  # the trainer of the running call
+        self._key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
         self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
         self._outer_stage = Stage()  # the stage of the call around the nested calls
 
@@ -76,9 +68,9 @@ class TrainerCalls:
         """Begin a call, or a nested call."""
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise MisconfigurationException(with_code("CC801", refused))
-        if (call := self._call) is not None:
+        if (running := self._trainer) is not None:
             # If another callback raised in ``on_exception``, the earlier call ended without our hook.
-            is_over = call.trainer.state.status != TrainerStatus.RUNNING or (call.trainer is trainer and fits)
+            is_over = running.state.status != TrainerStatus.RUNNING or (running is trainer and fits)
             if not is_over:
                 self._nested.append(trainer)
                 if self.active is not None:
@@ -86,9 +78,9 @@ class TrainerCalls:
                     self.active.stage_begins(dataclasses.replace(self.active.stage, eager=True))
                     self.active = None
                 return
-            self._close(call)
+            self._close()
         self._nested.clear()
-        self._call = TrainerCall(trainer=trainer, key_matcher=match_orig_mod_keys(pl_module))
+        self._trainer, self._key_matcher = trainer, match_orig_mod_keys(pl_module)
         stack_chunks.install_on(trainer)
         _unwrap_compiled(pl_module, self.arguments, trainer)
 
@@ -102,8 +94,7 @@ class TrainerCalls:
         session, arguments = self.session, self.arguments
         if session is None or session.module is not pl_module:
             if session is not None:
-                session.end()
-                session.free_compiled()
+                session.discard()
                 self.session = None
             _unwrap_compiled(pl_module, self.arguments, trainer)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
@@ -112,7 +103,6 @@ class TrainerCalls:
                 pl_module,
                 resolve_targets(pl_module, arguments.targets, LightningModule),
                 arguments,
-                finds_targets=arguments.finds_targets,
                 resolve=functools.partial(_resolve_again, pl_module, arguments),
                 print_line=functools.partial(print_line, trainer),
             )
@@ -136,13 +126,12 @@ class TrainerCalls:
                 self.active = self.session
                 self.active.stage_begins(self._outer_stage)
             return
-        call = self._call
-        if call is None or call.trainer is not trainer:  # an exception prevented `begin`
+        if self._trainer is not trainer:  # an exception prevented `begin`
             return
-        self._call = self.active = None
+        self._trainer = self.active = None
         stack_chunks.remove_from(trainer)
-        self._close(call)
-        self._write_report(call, exception)
+        self._close()
+        self._write_report(trainer, exception)
 
     def _is_nested(self, trainer: Trainer) -> bool:
         """Return whether a hook of a trainer belongs to a nested call."""
@@ -150,9 +139,9 @@ class TrainerCalls:
             self._nested.pop()
         return bool(self._nested)
 
-    def _close(self, call: TrainerCall) -> None:
-        """Remove the hook and the compiled targets of a call."""
-        call.key_matcher.remove()
+    def _close(self) -> None:
+        """Remove the hook and the compiled targets of the call."""
+        self._key_matcher.remove()
         if self.session is None:
             return
         try:
@@ -177,9 +166,8 @@ class TrainerCalls:
             scalars = self.active.report(details=details).scalars()
             loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
 
-    def _write_report(self, call: TrainerCall, exception: BaseException | None) -> None:
+    def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
-        trainer = call.trainer
         report = self.last_report.report = self.report()
         loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
         loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())

@@ -1,4 +1,4 @@
-"""Reads a Trainer's progress for `InductorCompile`: the stage, the remaining steps, and whether the run stops."""
+"""Reads a Trainer's progress for `InductorCompile`: the remaining steps, and whether the run stops."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.profiling.steps import Stage
-
-
-def stage_of(trainer: Trainer, phase: Phase) -> Stage:
-    """Return the stage that a Trainer is in."""
-    return Stage(
-        phase=phase,
-        eager=trainer.sanity_checking,
-        weights_frozen=trainer.state.fn != "fit",
-    )
 
 
 def is_stopping(trainer: weakref.ref[Trainer]) -> bool:

@@ -11,7 +11,6 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import shapes, signature
 from compile_callbacks.calls.compiled_function import RAISING_CALLS, CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
@@ -52,23 +51,20 @@ class CompiledTarget:
     def __init__(
         self,
         target: Target,
-        phase: Phase,
+        key: CompileKey,
         config: InductorConfig,
         *,
         recorder: CompileRecorder,
-        warn: WarnOnce | None = None,
-        settings: TargetSettings | None = None,
-        frozen: bool = False,
-        unfrozen: CompiledTarget | None = None,
-        candidate: str | None = None,
-        observed: ObservedCalls | None = None,
+        warn: WarnOnce,
+        settings: TargetSettings,
+        unfrozen: CompiledTarget | None,
+        observed: ObservedCalls,
     ) -> None:
-        settings = settings or TargetSettings()
-        self.key = CompileKey(target.name, phase, frozen, candidate)
+        self.key = key
         self.called = False
         self.ran = False
         self.compiles_whole = False
-        self._frozen = frozen
+        self._frozen = key.frozen
         self._unfrozen = unfrozen  # runs instead in a stage in which the frozen weights change often
         self._refreezes = 0  # in this stage
         self._members = target.members
@@ -76,11 +72,11 @@ class CompiledTarget:
         self._recorder = recorder
         self._calling = recorder.calling
         self._executions = recorder.executions
-        self._warn = warn or WarnOnce()
+        self._warn = warn
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
         self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
         self.backend = GraphBackend(target, config, self._fallback)
-        self._observed = observed or ObservedCalls()
+        self._observed = observed
         self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
         # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
         self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _version = operator.attrgetter("_version")
@@ -24,7 +23,6 @@ class WeightWatch:
         self._module = module
         self._tensors: list[torch.Tensor] = []
         self._inner: list[tuple[Any, str, Any]] = []  # tensor subclasses, with the names and values of their tensors
-        self._some_lazy = False
         self._versions: tuple[list[int], ...] = ()
         self._addresses: list[int] = []
         self._hashes: tuple[int, ...] | None = None
@@ -35,17 +33,15 @@ class WeightWatch:
         With ``thorough``, compare hashes of the contents. Otherwise, compare addresses and version counters, which
         takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters that were replaced.
         """
-        if self._hashes is None or thorough or self._some_lazy:
+        if self._hashes is None or thorough:
             weights = list(_weights(self._module))
-            initialized = [weight for weight in weights if not is_lazy(weight)]
-            self._some_lazy = len(initialized) < len(weights)  # the next call initializes them
             self._tensors = [
-                tensor for weight in initialized for tensor in _plain_tensors(weight) if not tensor.is_inference()
+                tensor for weight in weights for tensor in _plain_tensors(weight) if not tensor.is_inference()
             ]
             # The inner tensors of a subclass have their own version counters. `module.to()` replaces these tensors.
             self._inner = [
                 (weight, name, getattr(weight, name))
-                for weight in initialized
+                for weight in weights
                 if not weight.is_inference() and is_traceable_wrapper_subclass(weight)
                 for name in weight.__tensor_flatten__()[0]  # type: ignore[attr-defined]
             ]
@@ -66,9 +62,8 @@ class WeightWatch:
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:
-    """Return a 64-bit hash of each weight, in order, without uninitialized lazy weights."""
-    initialized = (weight for weight in _weights(module) if not is_lazy(weight))
-    hashes = [_hash(tensor).cpu() for weight in initialized for tensor in _plain_tensors(weight)]
+    """Return a 64-bit hash of each weight, in order."""
+    hashes = [_hash(tensor).cpu() for weight in _weights(module) for tensor in _plain_tensors(weight)]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
@@ -76,12 +71,11 @@ def unwatchable_reason(module: nn.Module) -> str | None:
     """Return the reason why this file cannot detect changes of a module's weights, or ``None`` if it can."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         try:
-            if not is_lazy(weight):
-                for tensor in _plain_tensors(weight):
-                    tensor.data_ptr()  # fails for a sparse tensor
-                    if tensor.is_quantized:
-                        return f"{name!r} is quantized"
-        except (RuntimeError, NotImplementedError) as error:
+            for tensor in _plain_tensors(weight):
+                tensor.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized
+                if tensor.is_quantized:
+                    return f"{name!r} is quantized"
+        except (RuntimeError, NotImplementedError, ValueError) as error:
             return f"{name!r} is a tensor whose memory cannot be read: {error}"
     return None
 

@@ -37,9 +37,9 @@ class ObservedCalls:
     first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
     """
 
-    def __init__(self, running: list[ObservedCalls] | None = None) -> None:
+    def __init__(self, running: list[ObservedCalls]) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
-        self._running = [] if running is None else running  # the records of the eager calls that are running
+        self._running = running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
         self.changing_integers = ChangingIntegers()
         self._changing: dict[str, ChangingState | ChangingIntegers] = {

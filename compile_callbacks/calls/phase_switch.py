@@ -170,14 +170,12 @@ class PhaseSwitch:
             assert variant.config is not None
             self._compiled_targets[key] = CompiledTarget(
                 target,
-                phase,
+                CompileKey(target.name, phase, frozen, variant.name),
                 variant.config,
                 recorder=self._recorder,
                 warn=self._warn,
                 settings=self._settings if phase in self._decided or not variant.name else self._settings.for_trial(),
-                frozen=frozen,
                 unfrozen=unfrozen,
-                candidate=variant.name,
                 observed=self._observed.of(target.name, phase),
             )
         return self._compiled_targets[key]

@@ -304,7 +304,7 @@ class InductorBackend:
         session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
             undo.callback(_restore, modules, list(map(_is_training, modules)), home)
-            undo.callback(_end, session)
+            undo.callback(session.discard)
             module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             before = Snapshot(module)
@@ -318,7 +318,7 @@ class InductorBackend:
             session.check("infer")
             self._undo = undo.pop_all()
         self._module, self._modules, self.device, self._session, self.state = module, modules, target, session, after
-        self._finalizer = weakref.finalize(self, _end, session)
+        self._finalizer = weakref.finalize(self, session.discard)
         self._finalizer.atexit = False
 
 
@@ -350,11 +350,6 @@ def _accepted(value: Any, device: torch.device | None) -> Any:
     if value.is_inference():
         value = value.clone()
     return value.detach() if value.requires_grad else value
-
-
-def _end(session: GradModeSession) -> None:
-    session.end()
-    session.free_compiled()
 
 
 def _restore(modules: list[nn.Module], training: list[bool], device: torch.device | None) -> None:

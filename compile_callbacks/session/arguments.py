@@ -12,16 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
-from compile_callbacks._utils.phases import EAGER, MODE_ARGUMENTS, Phase
+from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_folder
-from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.targets.resolve import check_target_names
-from compile_callbacks.tuning.tune import PhaseConfig, PhaseMode, as_phase_config
-
-__all__ = ["CompileArguments", "NewShapes", "OnError", "PhaseMode", "Verify", "explain_unknown_arguments"]
+from compile_callbacks.tuning.tune import PhaseConfig, as_phase_config
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -110,23 +108,6 @@ class CompileArguments:
         given = [settings.passes for settings in (self.target_settings, *self.configs.values()) if settings is not None]
         recorders = {id(p): p for passes in given for p in passes if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]
-
-    def values(self) -> dict[str, Any]:
-        """Return the arguments by name, as a user writes them."""
-        settings = self.target_settings
-        modes = {f"{phase}_mode": config.describe() if config else EAGER for phase, config in self.configs.items()}
-        return {
-            **modes,
-            "targets": self.targets if self.targets is None or isinstance(self.targets, str) else list(self.targets),
-            "passes": settings.passes,
-            "baseline_steps": self.baseline_steps,
-            "background": self.background,
-            "on_error": settings.on_error,
-            "verify": settings.verify,
-            "new_shapes": settings.new_shapes,
-            "cache_dir": settings.cache_dir and str(settings.cache_dir),
-            "trace_dir": settings.trace_dir and str(settings.trace_dir),
-        }
 
 
 def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -14,8 +14,9 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
+from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.session.arguments import CompileArguments, NewShapes, OnError, Verify, explain_unknown_arguments
+from compile_callbacks.session.arguments import CompileArguments, explain_unknown_arguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets
@@ -133,9 +134,7 @@ def restore(compiled: Any) -> None:
     Raises:
         ValueError: If `compile_phases` did not compile the module or function.
     """
-    session = _session_or_error(compiled, "restore")
-    session.end()
-    session.free_compiled()
+    _session_or_error(compiled, "restore").discard()
 
 
 class GradModeSession(Session):
@@ -154,16 +153,11 @@ class GradModeSession(Session):
         for compiled_target in self._switch.compiled_targets("infer"):
             compiled_target.allow_shapes(args, kwargs)
 
-    def finalizer(self) -> Callable[[], None]:
-        """Return a function that ends this session when the module is deleted, and does not keep the module alive."""
-        recorder, cache = self._recorder, self._cache
-
-        def end() -> None:
-            recorder.stop()
-            if cache is not None:
-                cache.end()
-
-        return end
+    def end_with_module(self) -> None:
+        """End this session when the module is deleted. This does not keep the module alive."""
+        weakref.finalize(self.module, self._recorder.stop)
+        if self._cache is not None:
+            weakref.finalize(self.module, self._cache.end)
 
 
 class _Function(nn.Module):
@@ -219,7 +213,7 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
         raise ValueError(with_code("CC203", message))
     session = GradModeSession(module, targets, arguments)
     session.begin_by_grad_mode()
-    weakref.finalize(module, session.finalizer())
+    session.end_with_module()
 
 
 def _session_or_error(compiled: Any, function: str) -> Session:

@@ -82,13 +82,13 @@ class Measurements:
         times = {phase: [[list(w), list(ms)] for w, ms in self.timer.baseline(phase).items()] for phase in PHASES}
         return {"baselines": times, "device": self.device_name()}
 
-    def resume(self, state: Mapping[Any, Any]) -> dict[Phase, bool]:
-        """Use the eager step times in an earlier `state_dict`. Return for each phase whether it has any."""
+    def resume(self, state: Mapping[Any, Any]) -> list[Phase]:
+        """Use the eager step times in an earlier `state_dict`. Return the phases that have any."""
         times = state.get("baselines")
         for phase in PHASES:
             baseline = _baseline_from_data(times.get(phase) if isinstance(times, Mapping) else None)
             self.timer.restore(phase, {w: ms for w, ms in baseline.items() if not is_too_noisy(ms)})
-        return {phase: bool(self.timer.baseline(phase)) for phase in PHASES}
+        return [phase for phase in PHASES if self.timer.baseline(phase)]
 
 
 def _baseline_from_data(data: Any) -> dict[Workload, tuple[float, ...]]:

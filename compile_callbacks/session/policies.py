@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,9 +65,12 @@ class Baseline:
         self._wanted = steps
         self._samples = self._steps = 0
         self._max_steps: float = 0
-        self.running = False
-        """Whether the next step runs eagerly."""
         self._planned_for: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the next step runs eagerly."""
+        return self._samples < self._wanted and self._steps < self._max_steps
 
     def plan(self, remaining_steps: float) -> None:
         """Plan for the remaining steps of the phase, ``math.inf`` if unknown. Only the first finite number counts."""
@@ -79,12 +82,10 @@ class Baseline:
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
         # sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
-        self._update()
 
     def skip(self) -> None:
         """Skip the eager steps, because an earlier run has measured the baseline."""
         self._planned_for = self._max_steps = 0
-        self._update()
 
     def next(self) -> tuple[Variant, bool]:
         """Return eager. Each step is timed."""
@@ -94,20 +95,9 @@ class Baseline:
         """Count an eager step, and its sample if it gave one."""
         self._steps += 1
         self._samples += step.is_sample
-        self._update()
-
-    def _update(self) -> None:
-        self.running = self._samples < self._wanted and self._steps < self._max_steps
 
 
 _EAGER = Fixed(EAGER_VARIANT)
-
-
-class RemainingVariants(NamedTuple):
-    """The variants of a phase that may still run."""
-
-    names: frozenset[str | None]
-    on_trial: bool  # whether a `Tune` has not chosen one of them yet
 
 
 class Policies:
@@ -118,9 +108,9 @@ class Policies:
         arguments: CompileArguments,
         recorder: CompileRecorder,
         ranks: Ranks,
-        print_line: Callable[[str], None] = lambda line: None,
-        background: Callable[[Phase, Variant], BackgroundPolicy] | None = None,
-        requests: RequestQueue | None = None,
+        print_line: Callable[[str], None],
+        background: Callable[[Phase, Variant], BackgroundPolicy] | None,
+        requests: RequestQueue | None,
     ) -> None:
         self._passes = arguments.target_settings.passes
         self._ranks = ranks
@@ -138,7 +128,7 @@ class Policies:
                 waits = functools.partial(requests.waits, phase) if requests is not None else lambda candidate: False
                 self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line, waits)
         self.comparing = frozenset(self._tunings)
-        """The phases that compare variants with each other."""
+        """The phases that compare variants with each other, and choose one together with other ranks."""
         self._shares = arguments.targets == REPEATED
 
     def begin(
@@ -176,11 +166,10 @@ class Policies:
         if phase in self._tunings:
             self._tunings[phase].plan(remaining_steps)
 
-    def resume(self, measured: Mapping[Phase, bool]) -> None:
+    def resume(self, measured: Sequence[Phase]) -> None:
         """Skip the baselines that an earlier run has measured."""
-        for phase, known in measured.items():
-            if known:
-                self._baselines[phase].skip()
+        for phase in measured:
+            self._baselines[phase].skip()
 
     def winners(self) -> dict[Phase, dict[str, Any]]:
         """Return the winner of each `Tune` for a checkpoint."""
@@ -206,22 +195,17 @@ class Policies:
 
     # ------------------------------------------------------------------------------------------ results
 
-    @property
-    def decide_together(self) -> bool:
-        """Whether ranks make decisions together."""
-        return bool(self._tunings)
-
     def chosen(self, phase: Phase) -> Variant:
         """Return the variant of a phase after the baseline, or eager while a `Tune` has not chosen a candidate."""
         tuning = self._tunings.get(phase)
         return self._fixed[phase].variant if tuning is None else tuning.chosen or EAGER_VARIANT
 
-    def remaining_variants(self, phase: Phase) -> RemainingVariants:
-        """Return the variants of a phase that may still run."""
+    def remaining_variants(self, phase: Phase) -> tuple[frozenset[str | None], bool]:
+        """Return the names of the variants that may still run, and whether a `Tune` has not chosen one of them yet."""
         tuning = self._tunings.get(phase)
         if tuning is None:
-            return RemainingVariants(frozenset({self._fixed[phase].variant.name}), on_trial=False)
-        return RemainingVariants(tuning.remaining_variants, on_trial=tuning.chosen is None)
+            return frozenset({self._fixed[phase].variant.name}), False
+        return tuning.remaining_variants, tuning.chosen is None
 
     def trials(self, phase: Phase) -> list[Trial]:
         """Return the candidates of a `Tune` with their results so far."""

@@ -39,7 +39,6 @@ from compile_callbacks.session.measurements import Measurements
 from compile_callbacks.session.policies import Policies, StepPolicy
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.fsdp import is_sharded
 from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
@@ -60,12 +59,12 @@ class Session:
         targets: Sequence[Target],
         arguments: CompileArguments,
         *,
-        finds_targets: bool = False,
         resolve: Callable[[], Sequence[Target]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module = module
         self._arguments = arguments
+        finds_targets = resolve is not None and arguments.finds_targets
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
@@ -132,9 +131,9 @@ class Session:
         """
         self.running = True
         self._recorder.stopping = stopping
-        device, sharded = device_of(self.module), is_sharded(self.module)
+        device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
-        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=self._policies.decide_together)
+        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=bool(self._policies.comparing))
         self._measurements.begin(device, precision, self._ranks.size)
         for phase in PHASES:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
@@ -147,7 +146,7 @@ class Session:
             self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
             self._recorder.import_seconds += _torch.inductor.import_inductor()
-        model = model_fingerprint(self.module) if self._cache is not None or self._policies.decide_together else ""
+        model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
         if self._cache is not None:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
@@ -183,8 +182,9 @@ class Session:
             for action in reversed(actions):
                 remaining.callback(action)
 
-    def free_compiled(self) -> None:
-        """Free the memory of compiled code. The next call of a target compiles it again."""
+    def discard(self) -> None:
+        """End the run, and free the memory of compiled code."""
+        self.end()
         self._switch.free_compiled()
 
     # ------------------------------------------------------------------------------------------ stages and steps
@@ -372,11 +372,12 @@ class Session:
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase in PHASES:
-            if (variants := self._policies.remaining_variants(phase)) != self._remaining_variants.get(phase):
+            names, on_trial = variants = self._policies.remaining_variants(phase)
+            if variants != self._remaining_variants.get(phase):
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
                 self._remaining_variants[phase] = variants
-                self._switch.free_other_variants(phase, variants.names, on_trial=variants.on_trial)
+                self._switch.free_other_variants(phase, names, on_trial=on_trial)
 
     def _background_policy(self, phase: Phase, variant: Variant) -> BackgroundPolicy:
         def record(kind: str, reason: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._torch.distributed import is_sharded as is_sharded
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig
@@ -36,11 +35,6 @@ def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def fsdp1_wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the module that an FSDP1 wrapper calls, or ``None`` if ``module`` is not a wrapper."""
-    return module.module if _torch.distributed.is_fsdp1_unit(module) else None  # type: ignore[return-value]
-
-
 def strip_fsdp1_names(name: str) -> str:
     """Return the dotted name of a module without the names of FSDP1 wrappers."""
     return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
@@ -51,7 +45,7 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
 
     The function does not check a `Tune`, which skips unsupported candidates.
     """
-    if not is_sharded(root) or not any(configs.values()):
+    if not _torch.distributed.is_sharded(root) or not any(configs.values()):
         return None
     if _torch.distributed.has_flat_weights(root):
         return (
@@ -83,7 +77,7 @@ def unsupported_strategy_reason(strategy: object) -> str | None:
 
 def check_not_sharded(module: nn.Module) -> None:
     """Check that this process has all weights of a module."""
-    if is_sharded(module):
+    if _torch.distributed.is_sharded(module):
         message = (
             "FSDP shards the weights of module, but this function needs all weights in one process: load a checkpoint "
             "into a new module"

@@ -57,7 +57,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
     if names is not None and names != REPEATED:
         of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
         shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
-        return group_targets(root, named_callees(root, names), shares)
+        return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
     of_root = callees_of("forward", root) if type(root).forward is not base.forward else []
     callees = [*of_root, *_children(root, "")]
     if names is None:
@@ -80,11 +80,6 @@ def _is_present(root: nn.Module, name: str) -> bool:
         return bool(_matching(root, name))
     except ValueError:
         return False
-
-
-def named_callees(root: nn.Module, names: Sequence[str] | None) -> list[Callee]:
-    """Return the callees with these names, or none for ``None`` and ``"repeated"``. See `resolve_targets`."""
-    return [callee for name in (names if names != REPEATED else None) or () for callee in _matching(root, name)]
 
 
 def _children(parent: nn.Module, prefix: str) -> Iterator[Callee]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks.targets.fsdp import fsdp1_wrapped, innermost_fsdp_units, is_sharded, strip_fsdp1_names
+from compile_callbacks import _torch
+from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """The modules whose members the steps call instead, because they have no ``forward``."""
@@ -55,7 +56,7 @@ class Callee:
     @property
     def sharded(self) -> bool:
         """Whether FSDP gathers the weights for each call, and frees them afterwards."""
-        return is_sharded(self.module)
+        return _torch.distributed.is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
         """Return the reason why torch.compile cannot compile the callee, or ``None`` if it can."""
@@ -103,8 +104,10 @@ def callees_of(name: str, module: nn.Module) -> list[Callee]:
     callees = []
     for path, unit in units:
         unit_name = ".".join(name for name in (prefix, path) if name) or name
-        wrapped = fsdp1_wrapped(unit)
-        callees.append(Callee(unit_name, unit, "forward") if wrapped is None else Callee(unit_name, wrapped))
+        if _torch.distributed.is_fsdp1_unit(unit):
+            callees.append(Callee(unit_name, unit.module))  # type: ignore[arg-type]  # the module that FSDP1 wraps
+        else:
+            callees.append(Callee(unit_name, unit, "forward"))
     return callees
 
 
