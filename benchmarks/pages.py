@@ -28,6 +28,7 @@ import ddp
 import false_verdicts
 import fsdp2
 import memory
+import models_table
 import net_seconds
 import ordinary
 import rank_faults
@@ -180,6 +181,14 @@ the losses of the first row.""",
         """On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank
 (*slow*). In *sigterm*, both ranks receive the signal during their first compile. *Loss difference* is the largest
 relative difference of a loss from the eager run.""",
+    ),
+    "models": Table(
+        "models", models_table.show, "Models of other packages",
+        "In a cell with an arrow, the first figure is from the eager run.",
+    ),
+    "models_inductor": Table(
+        "models_inductor", models_table.show, "Models of other packages, with Inductor's kernels",
+        "In a cell with an arrow, the first figure is from the eager run.",
     ),
 }  # fmt: skip
 

@@ -282,8 +282,14 @@ def glob_break_even(machine: str) -> None:
     print_table([*head, "a glob is faster up to"], lines)
 
 
+def packages(machine: str) -> None:
+    """The versions of the packages whose models ran."""
+    versions = {package: version for result in read(f"{machine}/*") for package, version in result["packages"].items()}
+    print(", ".join(f"{package} {version}" for package, version in versions.items()))
+
+
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks,
     repeated_blocks_training, fsdp2_step, whole_graphs, max_pool, longest_step, first_compile, chart_origin, of_deepest,
-    glob_break_even,
+    glob_break_even, packages,
 ]  # fmt: skip

@@ -44,7 +44,7 @@ class Helper:
         self._queue = requests
         self._fails = fails
         self._conversation: _Conversation | None = None
-        self._niceness = 0
+        self._trains_on_cpu = False
         self._compilers = 1
 
     def start(self, *, trains_on_cpu: bool, ranks: int) -> None:
@@ -53,7 +53,7 @@ class Helper:
         It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
         by spinning. With a low priority, the process would get almost no processor time.
         """
-        self._niceness = 0 if trains_on_cpu else 5
+        self._trains_on_cpu = trains_on_cpu
         self._compilers = max(1, min(MAX_COMPILERS, ((os.cpu_count() or 1) - 2) // ranks))
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
             self._start()
@@ -95,7 +95,7 @@ class Helper:
         return ""
 
     def _start(self) -> None:
-        self._conversation = _Conversation(self._niceness, self._compilers)
+        self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
 
     def stop(self) -> None:
         """End the process. Graphs that still wait are requested again by the next `poll`."""
@@ -111,12 +111,13 @@ _Answer = tuple[RequestedGraph, CompileAnswer] | str
 class _Conversation:
     """One helper process, and the thread that waits for its answers."""
 
-    def __init__(self, niceness: int, compilers: int) -> None:
+    def __init__(self, trains_on_cpu: bool, compilers: int) -> None:
+        self._trains_on_cpu = trains_on_cpu
         self._requests: queue.SimpleQueue[RequestedGraph | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
         ours, theirs = Pipe()
-        worker = "compile_callbacks.background.worker", str(theirs.fileno()), str(niceness)
+        worker = "compile_callbacks.background.worker", str(theirs.fileno()), "0" if trains_on_cpu else "5"
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *worker],
@@ -159,8 +160,9 @@ class _Conversation:
             try:
                 while (graph := self._requests.get(timeout=IDLE_SECONDS)) is not None:
                     connection.send_bytes(graph.pickled)
-                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
-                        _torch.portable_graphs.prepare_loading()
+                    if self._trains_on_cpu:
+                        with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
+                            _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         raise TimeoutError(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                     self._answers.put((graph, pickle.loads(connection.recv_bytes())))

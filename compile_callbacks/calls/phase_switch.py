@@ -19,6 +19,7 @@ from compile_callbacks.config.variant import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.target import Target
 
 
@@ -150,7 +151,7 @@ class PhaseSwitch:
         config = variant.config
         if config is None:
             return self._observed.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
-        frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target)
+        frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target, variant)
         unfrozen = self._compiled_target(target, phase, variant) if frozen and in_stage else None
         return functools.partial(
             self._compiled_target(target, phase, variant, frozen=frozen, unfrozen=unfrozen).call, dispatcher.callee
@@ -180,14 +181,22 @@ class PhaseSwitch:
             )
         return self._compiled_targets[key]
 
-    def _can_freeze(self, target: Target) -> bool:
-        if target.shares_code or target.members[0].sharded:
-            return False
-        if (reason := unwatchable_reason(target.members[0].module)) is None:
+    def _can_freeze(self, target: Target, variant: Variant) -> bool:
+        member = target.members[0]
+        if member.sharded:
+            reason: str | None = WEIGHTS_ARE_SHARDED
+        elif target.shares_code:
+            reason = "its modules share a graph, but not their weights"
+        else:
+            reason = unwatchable_reason(member.module)
+        if reason is None:
             return True
-        message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-        if self._warn.warn("CC204", message, about=(target.name, "freezing")):
+        if not any(event.target == target.name for event in self._recorder.events_of("infer", "freezing")):
+            message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
             self._recorder.record("freezing", CompileKey(target.name, "infer"), reason=message, show=False)
+            # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
+            if variant.name is None and not member.sharded:
+                self._warn.warn("CC204", message, about=(target.name, "freezing"))
         return False
 
     # ------------------------------------------------------------------------------------------ compiled code

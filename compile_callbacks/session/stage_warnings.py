@@ -60,10 +60,8 @@ class SessionWarnings:
         if config is None:
             return
         mode = f"{self._recorder.mode_arguments[phase]}={config.describe()!r}"
-        shares_code = any(target.shares_code for target in self._switch.targets)
-        if phase == "infer" and config.freezes and (sharded or shares_code):
-            why = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph, but not their weights"
-            message = f"{mode} asks for freezing, which has no effect: {why}"
+        if phase == "infer" and config.freezes and sharded:
+            message = f"{mode} asks for freezing, which has no effect: {WEIGHTS_ARE_SHARDED}"
             self._report_no_effect("freezing", phase, message if warns else "", message)
         if config.uses_cudagraphs and device.type != "cuda":
             message = (

@@ -106,6 +106,29 @@ def test_validation_in_fit_follows_the_weights_without_recompiling_each_epoch():
     assert line.endswith("; freezing has no effect while weights may change, as during fit")
 
 
+class Layers(Classifier):
+    """Calls its layers one after another, so that they share a graph."""
+
+    def __init__(self):
+        layers = (nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU()) for _ in range(4))
+        super().__init__(nn.ModuleList(layers))
+
+    def test_step(self, batch):
+        x = batch[0]
+        for layer in self.net:
+            x = layer(x)
+
+
+@pytest.mark.parametrize("targets", [["net.*"], "repeated"])
+def test_targets_that_share_a_graph_are_not_frozen_and_the_report_says_why(targets):
+    callback = InductorCompile("default", FREEZING, baseline_steps=1, targets=targets)
+    with pytest.warns(CompileWarning, match="its modules share a graph, but not their weights") as warned:
+        trainer(callback).test(Layers(), loader(2), verbose=False)
+    assert len(warned) == 1
+    (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
+    assert "its modules share a graph, but not their weights" in line
+
+
 class TrainsInTest(Classifier):
     """Takes an optimizer step in each test step."""
 
