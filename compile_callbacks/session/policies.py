@@ -65,12 +65,9 @@ class Baseline:
         self._wanted = steps
         self._samples = self._steps = 0
         self._max_steps: float = 0
-        self._planned_for: float | None = None
-
-    @property
-    def running(self) -> bool:
+        self.running = False
         """Whether the next step runs eagerly."""
-        return self._samples < self._wanted and self._steps < self._max_steps
+        self._planned_for: float | None = None
 
     def plan(self, remaining_steps: float) -> None:
         """Plan for the remaining steps of the phase, ``math.inf`` if unknown. Only the first finite number counts."""
@@ -82,10 +79,12 @@ class Baseline:
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
         # sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
+        self._update()
 
     def skip(self) -> None:
         """Skip the eager steps, because an earlier run has measured the baseline."""
         self._planned_for = self._max_steps = 0
+        self._update()
 
     def next(self) -> tuple[Variant, bool]:
         """Return eager. Each step is timed."""
@@ -95,6 +94,10 @@ class Baseline:
         """Count an eager step, and its sample if it gave one."""
         self._steps += 1
         self._samples += step.is_sample
+        self._update()
+
+    def _update(self) -> None:
+        self.running = self._samples < self._wanted and self._steps < self._max_steps
 
 
 _EAGER = Fixed(EAGER_VARIANT)
