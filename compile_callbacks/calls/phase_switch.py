@@ -186,7 +186,7 @@ class PhaseSwitch:
         if member.sharded:
             reason: str | None = WEIGHTS_ARE_SHARDED
         elif target.shares_code:
-            reason = "its modules share a graph, but not their weights"
+            reason = "repeated blocks share a graph, but not their weights"
         else:
             reason = unwatchable_reason(member.module)
         if reason is None:
@@ -196,7 +196,7 @@ class PhaseSwitch:
             self._recorder.record("freezing", CompileKey(target.name, "infer"), reason=message, show=False)
             # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
             if variant.name is None and not member.sharded:
-                self._warn.warn("CC204", message, about=(target.name, "freezing"))
+                self._warn.warn("CC204", message, about=(reason, "freezing"))
         return False
 
     # ------------------------------------------------------------------------------------------ compiled code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import subprocess
@@ -322,6 +323,7 @@ def test_more_memory_breaks_the_contract(tmp_path, check):
     settings = {"accelerator": "gpu", "mode": "reduce-overhead"}
 
     def measured(folder, **module):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # because a report has only peaks above those of earlier work
         return run(folder, **module, **settings)

@@ -122,11 +122,11 @@ class Layers(Classifier):
 @pytest.mark.parametrize("targets", [["net.*"], "repeated"])
 def test_targets_that_share_a_graph_are_not_frozen_and_the_report_says_why(targets):
     callback = InductorCompile("default", FREEZING, baseline_steps=1, targets=targets)
-    with pytest.warns(CompileWarning, match="its modules share a graph, but not their weights") as warned:
+    with pytest.warns(CompileWarning, match="repeated blocks share a graph, but not their weights") as warned:
         trainer(callback).test(Layers(), loader(2), verbose=False)
     assert len([warning for warning in warned if warning.category is CompileWarning]) == 1
     (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
-    assert "its modules share a graph, but not their weights" in line
+    assert "repeated blocks share a graph, but not their weights" in line
 
 
 class TrainsInTest(Classifier):
