@@ -78,7 +78,7 @@ TABLES = {
     "spiking": Table("spiking.py", 280),
     "scaling_depth": Table("scaling.py", 400),
     "memory": Table("memory.py", 240),
-    "warm_start": Table("warm_start.py --pairs 1 --warm-runs 3 --no-moved", 200),
+    "warm_start": Table("warm_start.py --pairs 1 --warm-runs 7 --no-moved", 350),
     "zoo_train": Table(f"zoo.py --phase train --models {' '.join(ZOO[:8])}", 470),
     "zoo_train_attention": Table(f"zoo.py --phase train --models {' '.join(ZOO[8:])}", 350),
     "zoo_infer": Table(f"zoo.py --phase infer --models {' '.join(ZOO[:8])}", 470),

@@ -75,7 +75,8 @@ TABLES = {
         "resnet50_infer", resnet50.show, "ResNet-50, inference",
         """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
 of the compiled code. A step of `trainer.predict` includes the work of Lightning and of the callback for each batch. If
-the CPU is the limit, equal ways vary by half, for example the two frozen ways of this library at batch 1.""",
+the CPU is the limit, equal ways vary. Before the first block, each way runs for two seconds, because the callback times
+most of its first 600 steps, which takes CPU time.""",
     ),
     "ordinary": Table(
         "ordinary_*", ordinary.show, "Six ordinary models",
@@ -144,7 +145,7 @@ forward, loss and backward. *Of eager* is the speedup.""",
     ),
     "zoo_train": Table(
         "zoo_train*", zoo.show, "Models of torchvision and timm, training",
-        "`torch.compile` runs in mode `default`. The table has the models that were measured so far.",
+        "`torch.compile` runs in mode `default`.",
     ),
     "zoo_infer": Table(
         "zoo_infer*", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."
@@ -157,7 +158,7 @@ forward, loss and backward. *Of eager* is the speedup.""",
         "warm_start", partial(print_columns, warm_start.COLUMNS), "Warm start",
         """*Seconds* is the duration of the first compiled step of a ResNet-18 in a new process: the median of *samples*
 runs. The ways are `cache_dir`, and torch's own cache folders, which are set by hand. *Cold* is a run with an empty
-folder, and *warm* is a run with the folder of an earlier run.""",
+folder, and *warm* is a run with the folder of an earlier run. *Rank seconds* are all runs, in lists of the ranks.""",
     ),
     "ddp": Table(
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",

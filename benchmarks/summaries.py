@@ -172,7 +172,7 @@ def compile_costs(machine: str) -> None:
     """The compile times and the break-even steps of the ordinary models."""
     rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values() and row["step_ms"]]
     seconds = [row["compile_seconds"] for row in rows]
-    steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
+    steps = [row["break_even_steps"] for row in rows if isinstance(row["break_even_steps"], float)]
     print(
         f"compiling took {min(seconds):.0f} to {max(seconds):.0f} s, and a run saves time after {min(steps):,.0f} to "
         f"{max(steps):,.0f} steps" + ", or never" * (len(steps) < len(rows))

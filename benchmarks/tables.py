@@ -125,8 +125,13 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
     """Print a Markdown table of rows; ``columns`` has the format of each field. Fields that no row has are left out."""
     rows = list(rows)
     shown = {name: form for name, form in columns.items() if any(row.get(name) not in (None, "") for row in rows)}
-    lines = (["-" if row.get(name) is None else form.format(row[name]) for name, form in shown.items()] for row in rows)
+    lines = ([cell(row.get(name), form) for name, form in shown.items()] for row in rows)
     print_table([name.replace("_", " ").replace("mib", "MiB") for name in shown], lines)
+
+
+def cell(value: Any, form: str) -> str:
+    """A value as a cell. Words, such as "never" instead of a number of steps, stay as they are."""
+    return "-" if value is None else value if isinstance(value, str) else form.format(value)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -40,7 +40,10 @@ from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import environment
 
 LIBRARY, BY_HAND, DEFAULT = "library", "by hand", "default settings"
-COLUMNS = {"way": "{}", "seconds": "{:.2f}", "samples": "{}", "of_cold": "{:.2f}", "of_by_hand": "{:.2f}"}
+COLUMNS = {
+    "way": "{}", "seconds": "{:.2f}", "samples": "{}", "of_cold": "{:.2f}", "of_by_hand": "{:.2f}",
+    "rank_seconds": "{}",
+}  # fmt: skip
 KILL_SECONDS = 15.0  # after the start of the first step, unless the process writes a file before
 
 
