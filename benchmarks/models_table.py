@@ -122,7 +122,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, Any]:
         "breaks": row["graph_breaks"],
         "traces": row["traces_of_a_frame"],
         "compile s": row["compile_seconds"],
-        "step ms": f"{row['eager_ms']} → {row['compiled_ms']}",
+        "step ms": f"{row['eager_ms']} → {row['compiled_ms']}" if row["eager_ms"] else None,
         "run s": f"{row['eager_run_seconds']} → {row['compiled_run_seconds']}",
     }
 
