@@ -5,7 +5,7 @@
 With ``--no-codegen``, Inductor calls torch's own kernels: graphs and recompiles are the same, and compiling takes a
 fraction of the time. Compile seconds and step times then mean little.
 
-Each trial of ``tests/models`` runs in a process of its own.
+Each trial of ``tests/models`` runs in a separate process.
 """
 
 from __future__ import annotations

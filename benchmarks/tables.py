@@ -130,7 +130,7 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
 
 
 def cell(value: Any, form: str) -> str:
-    """A value as a cell. Words, such as "never" instead of a number of steps, stay as they are."""
+    """A value as a cell. Words, such as "never" instead of a number of steps, stay unchanged."""
     return "-" if value is None else value if isinstance(value, str) else form.format(value)
 
 

@@ -191,9 +191,11 @@ class PhaseSwitch:
             reason = unwatchable_reason(member.module)
         if reason is None:
             return True
-        if not any(event.target == target.name for event in self._recorder.events_of("infer", "freezing")):
+        key = CompileKey(target.name, "infer", candidate=variant.name)
+        recorded = self._recorder.events_of("infer", "freezing")
+        if not any((event.target, event.candidate) == (key.target, key.candidate) for event in recorded):
             message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-            self._recorder.record("freezing", CompileKey(target.name, "infer"), reason=message, show=False)
+            self._recorder.record("freezing", key, reason=message, show=False)
             # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
             if variant.name is None and not member.sharded:
                 self._warn.warn("CC204", message, about=(reason, "freezing"))

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_callbacks import CompileWarning, InductorBackend, InductorCompile
+from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, Tune
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
@@ -127,6 +127,14 @@ def test_targets_that_share_a_graph_are_not_frozen_and_the_report_says_why(targe
     assert len([warning for warning in warned if warning.category is CompileWarning]) == 1
     (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
     assert "repeated blocks share a graph, but not their weights" in line
+
+
+def test_a_candidate_that_cannot_freeze_is_named_in_its_own_events_only():
+    callback = InductorCompile(None, Tune(["default", "freezing"], steps=5), targets=["net.*"])
+    trainer(callback).test(Layers(), loader(40), verbose=False)  # without a warning, which would be an error
+    events = [event for event in callback.report.infer.diagnostics.events if event["kind"] == "freezing"]
+    assert {event.get("candidate") for event in events} <= {"freezing"}
+    assert len(callback.session._recorder.events_of("infer", "freezing")) == 1
 
 
 class TrainsInTest(Classifier):
