@@ -49,7 +49,7 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
-from compile_callbacks import CompileWarning
+from compile_callbacks import CompileWarning, _torch
 from compile_callbacks.cli.explain import read_entries
 
 # For doctests, pytest would import these modules a second time, under another name, and register their custom operators
@@ -66,6 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and torch.cuda.device_count() < 1 + distributed:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs" if distributed else "needs a GPU"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _few_objects_to_collect():
+    """Exempt the objects of imported modules from garbage collection.
+
+    After a compile, the library collects garbage. With torch's modules, this takes longer than most compiles of tests.
+    """
+    _torch.inductor.import_inductor()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
