@@ -70,10 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_objects_to_collect():
-    """Exempt the objects of imported modules from garbage collection.
-
-    After a compile, the library collects garbage. With torch's modules, this takes longer than most compiles of tests.
-    """
+    """Exempt the objects of torch's modules from garbage collection, which takes as long as some compiles of tests."""
     _torch.inductor.import_inductor()
     gc.collect()
     gc.freeze()

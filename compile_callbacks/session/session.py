@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -273,9 +272,6 @@ class Session:
         if recorder.compiles_seen != step.compiles_seen:
             recorder.collect()
             step.compiling, step.traced = True, recorder.traces_seen != step.traces_seen
-            if step.traced and gc.isenabled():
-                # A compile leaves many objects. An automatic collection in a later step would take longer than a step.
-                gc.collect()
         if self.gpu.on_gpu:
             self.gpu.free_cached(stage.phase, compiled=step.variant.config is not None)
         compares = stage.phase in self._policies.comparing

@@ -179,36 +179,6 @@ def test_a_module_that_stays_compiled_compiles_after_an_exception():
     torch._dynamo.reset()
 
 
-class Collections(Callback):
-    """Records after which steps Python collects all garbage before the next step begins."""
-
-    def __init__(self):
-        self.step, self.steps = None, []
-
-    def on_fit_start(self, trainer, pl_module):
-        gc.callbacks.append(self.collected)
-
-    def teardown(self, trainer, pl_module, stage):
-        gc.callbacks.remove(self.collected)
-
-    def on_train_batch_start(self, *args):
-        self.step = None
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.step = batch_idx
-
-    def collected(self, phase, info):
-        if phase == "stop" and info["generation"] == 2 and self.step is not None:
-            self.steps.append(self.step)
-
-
-def test_garbage_is_collected_after_a_step_that_compiled_and_not_in_a_sample():
-    collections = Collections()
-    ours = InductorCompile("default", None, targets=["net"], baseline_steps=2, verify="off")
-    fit(collections, ours, train=12)
-    assert collections.steps == [4]  # two warm-up steps, two of the baseline, then the step that compiles
-
-
 def test_copies_of_buffers_live_no_longer_than_the_call_that_compiles():
     class Buffered(nn.Module):
         def __init__(self):
