@@ -24,7 +24,6 @@ from tests.support.uncached import Slow, Uncached
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [
-    pytest.mark.all_versions,
     pytest.mark.usefixtures("no_codegen"),
     pytest.mark.filterwarnings("ignore::compile_callbacks.CompileWarning"),
 ]

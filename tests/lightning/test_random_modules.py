@@ -22,8 +22,6 @@ from compile_callbacks.testing import assert_same_training
 from tests.support.models import QUIET, trainer
 from tests.support.random_modules import KINDS, Model, Spec, batches
 
-pytestmark = pytest.mark.all_versions
-
 EXAMPLES = os.environ.get("COMPILE_CALLBACKS_EXAMPLES")
 SPECS = st.builds(
     Spec,
