@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import time
 import types
@@ -64,6 +65,15 @@ def import_inductor() -> float:
     import torch._inductor.compile_fx  # noqa: F401
 
     return time.perf_counter() - started
+
+
+def collect_freed() -> None:
+    """Collect compiled code that has no users any more, with its frozen weights and its CUDA graphs.
+
+    The module that Inductor generates refers to itself, so Python's garbage collector has to free it. In steady steps,
+    the collector might never run by itself.
+    """
+    gc.collect()
 
 
 def start_compile_processes() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
@@ -80,8 +81,7 @@ class PhaseSwitch:
         for target in targets:
             for dispatcher in self._dispatchers.pop(target):
                 dispatcher.remove()
-        for key in [key for key in self._compiled_targets if key[0] in targets]:
-            self._compiled_targets.pop(key).free_compiled()
+        self._free([key for key in self._compiled_targets if key[0] in targets])
 
     def set_session(self, session: Any) -> None:
         """Let `report_of` and `restore` find the session from the module. A registry would keep the module alive."""
@@ -214,21 +214,28 @@ class PhaseSwitch:
     def free_other_variants(self, phase: Phase, variants: Collection[str | None], *, on_trial: bool) -> None:
         """Free the compiled code of a phase, except for these variants. Their trial ends unless they are on trial."""
         (self._decided.discard if on_trial else self._decided.add)(phase)
-        for key in [key for key in self._compiled_targets if key[1] == phase]:
-            if key[2] not in variants:
-                self._compiled_targets.pop(key).free_compiled()
-            elif not on_trial:
+        of_phase = [key for key in self._compiled_targets if key[1] == phase]
+        self._free([key for key in of_phase if key[2] not in variants])
+        for key in of_phase:
+            if key[2] in variants and not on_trial:
                 self._compiled_targets[key].end_trial(self._settings)
 
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
             compiled_target.free_compiled()
+        _torch.inductor.collect_freed()
 
     def invalidate_weights(self, *, new_stage: bool) -> None:
         """Compare frozen weights with the module's weights before their next use."""
         for compiled_target in self.compiled_targets():
             compiled_target.invalidate_weights(new_stage=new_stage)
+
+    def _free(self, keys: Collection[Any]) -> None:
+        for key in keys:
+            self._compiled_targets.pop(key).free_compiled()
+        if keys:
+            _torch.inductor.collect_freed()
 
     def _all_dispatchers(self) -> list[Dispatcher]:
         return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]

@@ -224,6 +224,8 @@ class Session:
         self._policy = self._policies.policy_of(stage)
         variant, self._wanted = self._policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
+        if stage.phase in self._policies.comparing:
+            self._free_unused()  # not when the last step ends, because its outputs still need their compiled code
         looks_up, self._stage_is_new = first or self._stage_is_new, False
         self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
@@ -277,8 +279,6 @@ class Session:
         compares = stage.phase in self._policies.comparing
         self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
         self._policy.done(step)
-        if compares:
-            self._free_unused()
         waits = self._requests is not None and self._requests.active
         # A count of a partly compiled step would need two numbers.
         if not (self._wanted or waits or step.compiling) and kind != "partly compiled":

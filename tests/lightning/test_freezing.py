@@ -12,6 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, Tune
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager
+from tests.support.memory import tensor_elements, without_automatic_collection
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -57,6 +58,22 @@ def test_predict_folds_weights_once_and_fit_does_not():
     assert_predicts_as_eager(callback, module)
     trainer(callback).test(module, loader(2), verbose=False)
     assert callback.report.infer.graphs == graphs
+
+
+@pytest.mark.codegen
+def test_earlier_frozen_weights_are_freed():
+    module, callback, elements = (
+        Classifier(nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES))),
+        frozen(None),
+        [],
+    )
+    with without_automatic_collection():
+        for _ in range(4):
+            assert_predicts_as_eager(callback, module)
+            elements.append(tensor_elements())
+            module.net[-1].weight.data.mul_(2)
+    assert callback.report.infer.graphs == 4
+    assert elements[-1] == elements[1]
 
 
 def optimizer_step(module):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from compile_callbacks import CompileError, CompileReport, GraphPass, InductorCompile, InductorConfig, Tune
-from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.report.table import to_markdown
 from tests.support.against_eager import FLOAT32, assert_fits_as_eager
+from tests.support.memory import compiled_graphs, without_automatic_collection
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
@@ -213,12 +213,20 @@ def test_a_winner_of_an_earlier_run_is_not_on_trial(monkeypatch, tmp_path):
 
 
 def test_code_of_a_losing_candidate_is_freed(monkeypatch):
-    Times(monkeypatch, train={"eager": 10, "default": 5, UNFUSED.describe(): 8})
-    freed = []
-    free = CompiledTarget.free_compiled
-    monkeypatch.setattr(CompiledTarget, "free_compiled", lambda one: (freed.append(one.key.candidate), free(one)))
-    fit(InductorCompile(Tune(BOTH, steps=5), None), train=60)
-    assert set(freed) == {UNFUSED.describe()}
+    class LastStep(pl.Callback):
+        graphs = 0
+
+        def on_train_batch_start(self, *args):
+            self.graphs = compiled_graphs()
+
+    def graphs_in_the_last_step(mode):
+        with without_automatic_collection():
+            last, before = LastStep(), compiled_graphs()
+            fit(InductorCompile(mode, None), last, train=60)
+        return last.graphs - before
+
+    Times(monkeypatch, train={"eager": 10, "default": 5, None: 5, UNFUSED.describe(): 8})
+    assert graphs_in_the_last_step(Tune(BOTH, steps=5)) == graphs_in_the_last_step("default") > 0
 
 
 # ------------------------------------------------------------------------------------------ on a GPU
