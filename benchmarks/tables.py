@@ -67,14 +67,16 @@ def read(pattern: str) -> list[dict[str, Any]]:
 def origins(results: Iterable[Mapping[str, Any]]) -> str:
     """The devices, the versions, the commits and the dates of results."""
     names = {"python": "Python", "torch": "torch", "triton": "Triton", "lightning": "Lightning"}
-    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    found: dict[str, tuple[dict[str, None], dict[str, None], set[str]]] = {}
     for result in results:
         versions = ", ".join(f"{name} {result['versions'][key]}" for key, name in names.items())
-        devices, commits = found.setdefault(versions, ({}, {}))
-        devices[result["device"]] = commits[f"commit {result['commit']}, {result['date']}"] = None
+        devices, commits, dates = found.setdefault(versions, ({}, {}, set()))
+        devices[result["device"]] = commits[str(result["commit"])] = None
+        dates.add(str(result["date"]))
     return "; ".join(
-        f"{' and '.join(devices)}, {versions}, {' and '.join(commits)}"
-        for versions, (devices, commits) in found.items()
+        f"{' and '.join(devices)}, {versions}, commit {', '.join(commits)}, "
+        + " to ".join(sorted({min(dates), max(dates)}))
+        for versions, (devices, commits, dates) in found.items()
     )
 
 

@@ -67,11 +67,11 @@ def import_inductor() -> float:
     return time.perf_counter() - started
 
 
-def collect_freed() -> None:
-    """Collect compiled code that has no users any more, with its frozen weights and its CUDA graphs.
+def collect_unused_code() -> None:
+    """Free compiled code that nothing calls any more, with its frozen weights and its CUDA graphs.
 
-    The module that Inductor generates refers to itself, so Python's garbage collector has to free it. In steady steps,
-    the collector might never run by itself.
+    Generated code has reference cycles, so only Python's garbage collector frees it. Steps that allocate few objects
+    may never start the collector.
     """
     gc.collect()
 

@@ -313,7 +313,7 @@ class CompiledTarget:
     def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.free_compiled()  # because each set of frozen weights would stay in memory
-            _torch.inductor.collect_freed()
+            _torch.inductor.collect_unused_code()
             self._refreezes += not self._weights_are_suspect  # a change between two stages does not count
             if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:
                 self._warn_of_changing_weights()

@@ -224,7 +224,7 @@ class PhaseSwitch:
         """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
             compiled_target.free_compiled()
-        _torch.inductor.collect_freed()
+        _torch.inductor.collect_unused_code()
 
     def invalidate_weights(self, *, new_stage: bool) -> None:
         """Compare frozen weights with the module's weights before their next use."""
@@ -235,7 +235,7 @@ class PhaseSwitch:
         for key in keys:
             self._compiled_targets.pop(key).free_compiled()
         if keys:
-            _torch.inductor.collect_freed()
+            _torch.inductor.collect_unused_code()
 
     def _all_dispatchers(self) -> list[Dispatcher]:
         return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]

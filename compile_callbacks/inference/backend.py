@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -191,7 +190,6 @@ class InductorBackend:
         try:
             self._undo.close()
         finally:
-            gc.collect()  # because compiled code has reference cycles
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 

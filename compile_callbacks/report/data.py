@@ -234,9 +234,8 @@ class PhaseReport(Figures):
     )
     """The seconds that all steps since the baseline saved. Each compiled step saves the share of its time by which the
     two medians differ. Steps of a stage without eager steps save nothing. A step that compiles counts with its whole
-    time, including verification. The import of the compiler, about a second, counts in the phase
-    that compiles first. `None` if the baseline of the workload has fewer than five samples, or if the verdict is
-    `not comparable`."""
+    time, including verification. The import of the compiler, about a second, counts in the phase that compiles first.
+    `None` if the baseline of the workload has fewer than five samples, or if the verdict is `not comparable`."""
     break_even_steps: float | None = figure(
         lambda facts: facts.break_even_steps,
         "speed",

@@ -62,11 +62,8 @@ def test_predict_folds_weights_once_and_fit_does_not():
 
 @pytest.mark.codegen
 def test_earlier_frozen_weights_are_freed():
-    module, callback, elements = (
-        Classifier(nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES))),
-        frozen(None),
-        [],
-    )
+    module = Classifier(nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES)))
+    callback, elements = frozen(None), []
     with without_automatic_collection():
         for _ in range(4):
             assert_predicts_as_eager(callback, module)

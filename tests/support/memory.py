@@ -1,4 +1,4 @@
-"""Counts what is in memory, with Python's automatic garbage collection or without."""
+"""Counts compiled graphs and tensors in memory, and turns off automatic garbage collection."""
 
 from __future__ import annotations
 
