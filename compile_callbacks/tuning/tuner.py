@@ -35,6 +35,7 @@ _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a sma
 _AUTOTUNE_COST = 8.0  # the factor by which a compile takes longer if Inductor benchmarks kernels
 _PLAUSIBLE_SPEEDUP = {"cuda": 5.0, "cpu": 2.0}  # the highest expected speedup over eager
 _FURTHER_SPEEDUP = 1.25  # the highest expected speedup over the best candidate so far
+_AUTOTUNED_SPEEDUP = 1.25  # the highest expected speedup over the same candidate without `max_autotune`
 
 
 class Tuner:
@@ -174,12 +175,19 @@ class Tuner:
         if self._tune.candidates != AUTO:
             return None
         steps_left = max(0.0, self.steps_left)
-        fastest_ms = min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
-        saved_seconds = steps_left * (best_ms - fastest_ms) / 1000
+        saved_seconds = steps_left * max(0.0, best_ms - self._lowest_plausible_ms(trial, eager_ms, best_ms)) / 1000
         if saved_seconds >= seconds:
             return None
         saved = f"the {steps_left:.0f} steps that remain could save {saved_seconds:.1f} s at best"
         return f"{saved}, and compiling takes about {seconds:.0f} s"
+
+    def _lowest_plausible_ms(self, trial: Trial, eager_ms: float, best_ms: float) -> float:
+        """Return the lowest step time that a candidate could have."""
+        if not _autotunes(trial):
+            return min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
+        # The kernels of other candidates with the same launches are known, and tuning changes the kernels only.
+        alike = [tried for tried in self._undecided() if _uses_cudagraphs(tried) == _uses_cudagraphs(trial)]
+        return min((ms for tried in alike if (ms := tried.median_ms)), default=best_ms) / _AUTOTUNED_SPEEDUP
 
     # ------------------------------------------------------------------------------------------ who wins
 
@@ -234,12 +242,20 @@ class Tuner:
 
 def _max_blocks(trial: Trial, last: Block) -> int:
     """Return the number of blocks in which a trial may collect samples."""
-    config = trial.variant.config
-    more_help = trial.samples or (config is not None and config.uses_cudagraphs)
+    more_help = trial.samples or _uses_cudagraphs(trial)
     return MAX_SETTLED_BLOCKS if last.settled and more_help else MAX_BLOCKS
 
 
 def _cost(trial: Trial) -> float:
     """Return the expected compile time, divided by the compile time of the default mode."""
+    return _AUTOTUNE_COST if _autotunes(trial) else 1.0
+
+
+def _autotunes(trial: Trial) -> bool:
     config = trial.variant.config
-    return _AUTOTUNE_COST if config is not None and config.resolved_options().get("max_autotune") else 1.0
+    return config is not None and bool(config.resolved_options().get("max_autotune"))
+
+
+def _uses_cudagraphs(trial: Trial) -> bool:
+    config = trial.variant.config
+    return config is not None and config.uses_cudagraphs
