@@ -24,6 +24,7 @@ WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with t
         ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
     ],
 }
+DDP = {"ddp_128": "default", "ddp": "default", "ddp_1024": "default", "ddp_reduce_overhead": "reduce-overhead"}
 MODES = {"default": "InductorCompile()", "reduce-overhead": 'InductorCompile("reduce-overhead")'}
 LITTLE = 0.02  # the interquartile range of blocks, as a part of a step
 WITH_INTERVALS = ("resnet50_*", "ordinary_*", "items", "lengths", "zoo_*")  # files with an interval of each speedup
@@ -70,7 +71,7 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
             of_name = [row for row in rows if workload(row) == name]
             for mode, *names in ways:
                 yield name, mode, *(find(of_name, way) for way in names)
-    for file, mode in {"ddp": "default", "ddp_reduce_overhead": "reduce-overhead"}.items():
+    for file, mode in DDP.items():
         rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2 and not row["options"]]
         rows = [row for row in rows if row.get("step_ms")]
         for size in in_order(rows, lambda row: row["batch_size"]):
@@ -90,7 +91,7 @@ def answer(machine: str) -> None:
         for name, mode, eager, hand, ours in comparisons(machine)
         if eager.get("step_ms") and ours.get("step_ms")
     ]
-    print_from(machine, [*WAYS, "ddp", "ddp_reduce_overhead", "fsdp2"], head, lines)
+    print_from(machine, [*WAYS, *DDP, "fsdp2"], head, lines)
 
 
 def with_cudagraphs(machine: str) -> None:

@@ -62,8 +62,9 @@ class Machine:
         problem = ("failed", "by design") if name in self.fails else None
         return Block(milliseconds, seconds, compile_seconds, problem, 3 + steps)
 
-    def run(self, tuner, configs=dict.fromkeys("abc"), *, blocks=200):
+    def run(self, tuner, configs=None, *, blocks=200):
         """Run until the tuner has chosen, or for a number of blocks; returns the winner."""
+        configs = configs or dict.fromkeys("abc")
         for _ in range(blocks):
             if tuner.winner is not None:
                 break
