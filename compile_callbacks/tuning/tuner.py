@@ -1,7 +1,8 @@
 """`Tuner`: decides which candidate of a `Tune` runs next, and which candidate wins, for a `TuningPolicy`.
 
 Eager and each candidate run one block of steps in turn, or more if too few steps of the block can be compared. Then
-eager and the fastest candidate run one more block each. The tuner uses no clock and no random numbers.
+eager and the fastest candidate run one more block each in the final, or more rounds of such blocks if noise hides which
+is faster. The tuner uses no clock and no random numbers.
 
 The first step with new shapes may take several times as long: libraries select their kernels (100 ms for cuDNN's
 attention on an H200, against 16 ms for the step), and torch records a CUDA graph. Such steps are not compared, because
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
-from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
+from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare, median_ms
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tune import AUTO, Tune
 
@@ -29,6 +30,12 @@ MAX_BLOCKS = 4
 MAX_SETTLED_BLOCKS = 16
 """The same number for eager, and for a candidate that does not compile any more, if more steps give samples: it has
 some, or it records a CUDA graph in the second step of each shape. With 40 shapes, that takes about 130 steps."""
+
+MAX_ROUNDS = 10
+"""The number of rounds of the final, if the first does not decide. A candidate that is as fast as eager wins at least
+nine of ten rounds with a probability of 11 / 2**10, which is 1 - `LEVEL`."""
+
+MAX_LOST_ROUNDS = 1
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
@@ -54,6 +61,7 @@ class Tuner:
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._finalist: Trial | None = None
+        self._rounds = 0  # of the final: a block of eager and a block of the finalist
         self._shapes_repeat = True
         self._new_shapes_ms: list[float] = []  # of eager
         self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
@@ -156,8 +164,11 @@ class Tuner:
             self.complete = False
         if self._turns:
             return
-        if self._finalist is None and (finalist := self._fastest()) is not None:
-            self._finalist, self._turns = finalist, [self._eager, finalist]
+        if self._finalist is None:
+            self._finalist = self._fastest()
+        if self._finalist is not None and self._needs_round(self._finalist):
+            self._rounds += 1
+            self._turns = [self._eager, self._finalist]
         else:
             self._choose_if_clear(self._finalist)
 
@@ -209,15 +220,33 @@ class Tuner:
                 return self._fastest()
         return fastest
 
-    def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
-        """Choose a candidate if it is faster than eager by ``min_speedup`` and by more than noise. Else, choose eager.
+    def _needs_round(self, finalist: Trial) -> bool:
+        """Return whether the final is not decided yet."""
+        if self._rounds == 0:
+            return True
+        may_win = finalist.verdict == "undecided" and self._lost_rounds(finalist) <= MAX_LOST_ROUNDS
+        return may_win and self._rounds < MAX_ROUNDS and not self._is_clear(finalist)
 
-        Each block is a window of `compare`, so a disturbance of one block decides nothing.
+    def _lost_rounds(self, finalist: Trial) -> int:
+        """Return the number of rounds of the final in which the finalist was not faster than eager."""
+        rounds = zip(self._eager.blocks[-self._rounds :], finalist.blocks[-self._rounds :], strict=True)
+        medians = [(median_ms(eager), median_ms(compiled)) for eager, compiled in rounds]
+        return sum(not (ours and theirs and ours * self._tune.min_speedup < theirs) for theirs, ours in medians)
+
+    def _is_clear(self, trial: Trial) -> bool:
+        """Return whether a trial is faster than eager by ``min_speedup`` and by more than noise.
+
+        Each block is a window of `compare`, so a disturbance of one block decides nothing. If disturbances are
+        frequent, the rounds of the final decide, because the blocks of a round ran after each other.
         """
-        comparison = None
-        if fastest is not None and fastest.verdict == "undecided":
-            comparison = compare(self._eager.blocks, fastest.blocks, LEVEL)
+        comparison = compare(self._eager.blocks, trial.blocks, LEVEL)
         is_clear = comparison is not None and comparison.low > self._tune.min_speedup
+        ran_all_rounds = trial is self._finalist and self._rounds == MAX_ROUNDS and not self._turns
+        return is_clear or (ran_all_rounds and self._lost_rounds(trial) <= MAX_LOST_ROUNDS)
+
+    def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
+        """Choose a candidate if it is faster than eager by more than noise. Else, choose eager."""
+        is_clear = fastest is not None and fastest.verdict == "undecided" and self._is_clear(fastest)
         for trial in self._undecided():
             if not trial.blocks:
                 trial.decide("not tried", reason)

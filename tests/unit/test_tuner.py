@@ -103,6 +103,45 @@ def test_eager_wins_ties_and_against_slower_candidates(mean_ms, noise, seed):
     assert "times as fast as eager" in reason(tuner, "a")
 
 
+@pytest.mark.parametrize(("speedup", "wins"), [(1.0, range(3)), (1.1, range(35, 51)), (1.3, range(48, 51))])
+def test_more_rounds_decide_if_the_machine_is_busy(speedup, wins):
+    def chooses(seed):
+        draw = random.Random(seed)
+        others = [1 + 0.3 * abs(draw.gauss(0, 1)) for _ in range(20)]  # what other programs slow, for 40 steps
+        machine = Machine({"eager": 20, "a": 20 / speedup}, noise=0.1, drift=lambda n: others[n // 40], seed=seed)
+        return machine.run(tuner_of())
+
+    assert [chooses(seed) for seed in range(50)].count("a") in wins
+
+
+def final_of(**settings):
+    """Return a tuner at the start of a final. The first block was disturbed, so the interval stays too wide."""
+    tuner = tuner_of(**settings)
+    tuner.block_ends(Block([10.2] * 10, 1.0, steps=14))
+    tuner.start([Trial(Variant(None, "a"))])
+    tuner.block_ends(Block([10.0] * 10, 1.0, compile_seconds=1.0, steps=14))
+    return tuner
+
+
+def test_two_lost_rounds_end_the_final():
+    tuner = final_of()
+    for eager_ms, ms in ((15, 10), (10, 15), (15, 10), (15, 10), (10, 15)):
+        for name, block_ms in (("eager", eager_ms), ("a", ms)):
+            assert tuner.candidate == name
+            tuner.block_ends(Block([block_ms] * 10, 1.0, steps=14))
+    assert (tuner.winner, verdicts(tuner)["a"]) == ("eager", "not faster")
+
+
+@pytest.mark.parametrize(("budget_seconds", "winner", "rounds"), [(None, "a", 10), (24.0, "eager", 9)])
+def test_nine_won_rounds_of_ten_decide_the_final_unless_a_budget_ends_it(budget_seconds, winner, rounds):
+    tuner, ran = final_of(budget_seconds=budget_seconds), 0
+    while tuner.winner is None:  # the budget is used up after the eager block of the last round
+        milliseconds = [10.0 if tuner.candidate == "a" or ran == 3 else 15.0] * 10
+        ran += tuner.candidate == "a"
+        tuner.block_ends(Block(milliseconds, 1.2, steps=14))
+    assert (tuner.winner, ran) == (winner, rounds)
+
+
 @pytest.mark.parametrize("drift", [lambda n: 1 + n / 600, lambda n: 2 if n < 10 else 1])
 def test_a_machine_that_changes_its_speed_does_not_change_the_winner(drift):
     for fast, slow in (("a", "b"), ("b", "a")):
