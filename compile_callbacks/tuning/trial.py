@@ -63,7 +63,9 @@ class Trial:
         base = self.unhealed
         if base is None or not base.breaks:
             return None
-        faster = f": {base.median_ms / self.median_ms:.1f}x" if base.median_ms and self.median_ms else ""
+        # The blocks of a final have no counterpart in the base.
+        before, after = base.median_ms, median_ms(list(itertools.chain(*self.blocks[: len(base.blocks)])))
+        faster = f": {before / after:.1f}x" if before and after else ""
         count = base.breaks - self.breaks
         return f"{', '.join(self.healing)} removed {count} of {base.breaks} graph breaks{faster}"
 

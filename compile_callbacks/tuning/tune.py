@@ -32,7 +32,7 @@ class Tune:
             first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
             candidates that cannot amortize their compile time in the rest of the run.
         steps: The number of timed steps in a block, at least 5. Eager and each candidate run one block. Then eager and
-            the fastest candidate run one more block each, which decides.
+            the fastest candidate run one more block each, or up to ten if noise hides which is faster.
         budget_seconds: The maximum time for the steps that try candidates, including compile time. After that, the
             callback chooses the best candidate so far. It does not interrupt a running compile. If ``None``, the time
             is not limited.

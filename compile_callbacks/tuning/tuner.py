@@ -32,10 +32,11 @@ MAX_SETTLED_BLOCKS = 16
 some, or it records a CUDA graph in the second step of each shape. With 40 shapes, that takes about 130 steps."""
 
 MAX_ROUNDS = 10
-"""The number of rounds of the final, if the first does not decide. A candidate that is as fast as eager wins at least
-nine of ten rounds with a probability of 11 / 2**10, which is 1 - `LEVEL`."""
+"""The number of rounds of the final, if no earlier round decides."""
 
 MAX_LOST_ROUNDS = 1
+"""The number of rounds that the winner may lose. A candidate that is as fast as eager loses at most one of ten rounds
+with a probability of 11 / 2**10, about 1 - `LEVEL`."""
 
 # Rough values, which only prevent a compile that a short run cannot amortize.
 _FIRST_COMPILE_SECONDS = {"cuda": 10.0, "cpu": 4.0}  # the compile time of a small network, until one is measured
@@ -122,27 +123,18 @@ class Tuner:
             self._shapes_repeat = False
             trial.blocks.append(self._new_shapes_ms.copy())
         self._turns.pop(0)
-        trial.graphs, trial.breaks = block.graphs, block.breaks
         if block.problem is not None:
             trial.decide(*block.problem)  # a break can be the reason for a failure: the recompile limit
-        if trial.verdict == "undecided" and trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
-            trial.decide("not faster", f"{', '.join(trial.healing)} did not reduce the number of graphs")
-        elif (
-            trial.verdict != "wrong"
-            and block.healing
-            and self._finalist is None
-            and not any(each.unhealed for each in self.trials.values())
-        ):
-            healed = trial.healed(block.healing)
-            self.trials[healed.candidate] = healed
-            self._turns.insert(0, healed)
+        if self._finalist is None:  # in the final, new shapes may compile more graphs
+            self._heal(trial, block)
         if len(self.trials) == 1:
             return
         if self._budget_left > 0:
             self._next_turn()
         else:
             self.complete = False
-            self._choose_if_clear(self._fastest(), f"budget_seconds={self._tune.budget_seconds:g} was used up")
+            leader = self._finalist or self._fastest()
+            self._choose_if_clear(leader, f"budget_seconds={self._tune.budget_seconds:g} was used up")
 
     def adopt(self, name: str, reason: str) -> None:
         """Choose a candidate that won in an earlier run or on another rank."""
@@ -152,28 +144,43 @@ class Tuner:
                 trial.decide("undecided")
         self._choose(self.trials[name], reason)
 
+    def _heal(self, trial: Trial, block: Block) -> None:
+        """Add a candidate without the graph breaks of a trial, or end the trial of one that has as many."""
+        trial.graphs, trial.breaks = block.graphs, block.breaks
+        if trial.verdict == "undecided" and trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
+            trial.decide("not faster", f"{', '.join(trial.healing)} did not reduce the number of graphs")
+        elif trial.verdict != "wrong" and block.healing and not any(each.unhealed for each in self.trials.values()):
+            healed = trial.healed(block.healing)
+            self.trials[healed.candidate] = healed
+            self._turns.insert(0, healed)
+
     # ------------------------------------------------------------------------------------------ the next block
 
     def _undecided(self) -> list[Trial]:
         return [trial for trial in self.trials.values() if trial.verdict == "undecided" and trial is not self._eager]
 
     def _next_turn(self) -> None:
-        """Find the next block to run. After the last block, begin the confirmation or choose."""
-        while self._turns and not self._turns[0].blocks and (reason := self._why_not_compiled(self._turns[0])):
+        """Find the next block to run. After the last block, begin a round of the final or choose."""
+        while self._turns and not self._turns[0].blocks and (why := self._why_not_compiled(self._turns[0])):
+            reason, would_be_tried = why
             self._turns.pop(0).decide("not tried", reason)
-            self.complete = False
+            self.complete = self.complete and not would_be_tried
         if self._turns:
             return
-        if self._finalist is None:
-            self._finalist = self._fastest()
+        if self._finalist is None or self._finalist.verdict != "undecided":  # it failed in the final
+            self._finalist, self._rounds = self._fastest(), 0
         if self._finalist is not None and self._needs_round(self._finalist):
             self._rounds += 1
-            self._turns = [self._eager, self._finalist]
+            # The order alternates, so that a machine that becomes faster or slower favors neither of them.
+            self._turns = [self._eager, self._finalist][:: 1 if self._rounds % 2 else -1]
         else:
             self._choose_if_clear(self._finalist)
 
-    def _why_not_compiled(self, trial: Trial) -> str | None:
-        """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be."""
+    def _why_not_compiled(self, trial: Trial) -> tuple[str, bool] | None:
+        """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be.
+
+        Return also whether it would be tried in a longer run, or with a larger budget.
+        """
         eager_ms = self._eager.median_ms
         if eager_ms is None:
             return None
@@ -182,15 +189,19 @@ class Tuner:
         seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * _cost(trial)
         if costs and seconds > self._budget_left:
             left = f"{self._budget_left:.1f} s of budget_seconds are left"
-            return f"compiling takes about {seconds:.0f} s, and {left}"
+            return f"compiling takes about {seconds:.0f} s, and {left}", True
         if self._tune.candidates != AUTO:
             return None
         steps_left = max(0.0, self.steps_left)
-        saved_seconds = steps_left * max(0.0, best_ms - self._lowest_plausible_ms(trial, eager_ms, best_ms)) / 1000
+        lowest_ms = self._lowest_plausible_ms(trial, eager_ms, best_ms)
+        if lowest_ms >= best_ms:
+            best = f"another candidate takes {best_ms:.2f} ms"
+            return f"its steps could take {lowest_ms:.2f} ms at best, and {best}", False
+        saved_seconds = steps_left * (best_ms - lowest_ms) / 1000
         if saved_seconds >= seconds:
             return None
         saved = f"the {steps_left:.0f} steps that remain could save {saved_seconds:.1f} s at best"
-        return f"{saved}, and compiling takes about {seconds:.0f} s"
+        return f"{saved}, and compiling takes about {seconds:.0f} s", True
 
     def _lowest_plausible_ms(self, trial: Trial, eager_ms: float, best_ms: float) -> float:
         """Return the lowest step time that a candidate could have."""
@@ -228,7 +239,7 @@ class Tuner:
         return may_win and self._rounds < MAX_ROUNDS and not self._is_clear(finalist)
 
     def _lost_rounds(self, finalist: Trial) -> int:
-        """Return the number of rounds of the final in which the finalist was not faster than eager."""
+        """Return the number of rounds in which the finalist was not faster than eager by ``min_speedup``."""
         rounds = zip(self._eager.blocks[-self._rounds :], finalist.blocks[-self._rounds :], strict=True)
         medians = [(median_ms(eager), median_ms(compiled)) for eager, compiled in rounds]
         return sum(not (ours and theirs and ours * self._tune.min_speedup < theirs) for theirs, ours in medians)
@@ -236,17 +247,25 @@ class Tuner:
     def _is_clear(self, trial: Trial) -> bool:
         """Return whether a trial is faster than eager by ``min_speedup`` and by more than noise.
 
-        Each block is a window of `compare`, so a disturbance of one block decides nothing. If disturbances are
-        frequent, the rounds of the final decide, because the blocks of a round ran after each other.
+        Each block is a window of `compare`, so a disturbance of one block decides nothing.
         """
         comparison = compare(self._eager.blocks, trial.blocks, LEVEL)
-        is_clear = comparison is not None and comparison.low > self._tune.min_speedup
-        ran_all_rounds = trial is self._finalist and self._rounds == MAX_ROUNDS and not self._turns
-        return is_clear or (ran_all_rounds and self._lost_rounds(trial) <= MAX_LOST_ROUNDS)
+        return comparison is not None and comparison.low > self._tune.min_speedup
+
+    def _wins_by_rounds(self, trial: Trial) -> bool:
+        """Return whether a trial has won the final although disturbances are frequent.
+
+        The blocks of a round ran after each other, so a disturbance that lasts for some rounds changes both.
+        """
+        ran_all = trial is self._finalist and self._rounds == MAX_ROUNDS and not self._turns
+        return ran_all and self._lost_rounds(trial) <= MAX_LOST_ROUNDS
 
     def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
         """Choose a candidate if it is faster than eager by more than noise. Else, choose eager."""
         is_clear = fastest is not None and fastest.verdict == "undecided" and self._is_clear(fastest)
+        if fastest is not None and fastest.verdict == "undecided" and not is_clear and self._wins_by_rounds(fastest):
+            is_clear, won = True, MAX_ROUNDS - self._lost_rounds(fastest)
+            reason = f"it was faster than eager in {won} of {MAX_ROUNDS} rounds"
         for trial in self._undecided():
             if not trial.blocks:
                 trial.decide("not tried", reason)
