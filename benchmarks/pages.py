@@ -83,7 +83,8 @@ most of its first 600 steps, which takes CPU time.""",
         """The models train with AdamW, `self.log` and the callback's default settings, in bf16 autocast. The first
 steps of this library are its eager baseline, so the first step includes the compile only for the other ways. *Compile
 seconds* is the time that torch compiled, while other processes compiled, too. *Verdict*, *reported speedup* and *break
-even steps* are those of the report after about 80 steps. The peak memory of this library includes its eager steps, and
+even steps* are those of the report after about 80 steps. The reported speedup compares a few early steps, so it can
+differ much from the speedup of the blocks. The peak memory of this library includes its eager steps, and
 the comparison of compiled code with eager.""",
     ),
     "items": Table(
@@ -98,7 +99,7 @@ the comparison of compiled code with eager.""",
         "background_*", show_background, "Compiling in the background",
         """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
-with its comparison. All models train in bf16.""",
+with its comparison. On a GPU, all models train in bf16.""",
     ),
     "regions": Table(
         "regions_[0-9]*", regions.show, "Repeated blocks of Llama shapes, forward",
@@ -145,20 +146,21 @@ forward, loss and backward. *Of eager* is the speedup.""",
     ),
     "zoo_train": Table(
         "zoo_train*", zoo.show, "Models of torchvision and timm, training",
-        "`torch.compile` runs in mode `default`.",
+        "`torch.compile` runs in mode `default`, so the ratios to it are those of the modes.",
     ),
     "zoo_infer": Table(
-        "zoo_infer*", zoo.show, "Models of torchvision and timm, inference", "`torch.compile` runs in mode `default`."
+        "zoo_infer*", zoo.show, "Models of torchvision and timm, inference",
+        "`torch.compile` runs in mode `default`, so the ratios to it are those of the modes and of frozen weights.",
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
         "*Last peak memory* is the peak of the last five steps, and *max reserved* is that of torch's allocator.",
     ),
     "warm_start": Table(
-        "warm_start", partial(print_columns, warm_start.COLUMNS), "Warm start",
+        "warm_start*", partial(print_columns, warm_start.COLUMNS), "Warm start",
         """*Seconds* is the duration of the first compiled step of a ResNet-18 in a new process: the median of *samples*
 runs. The ways are `cache_dir`, and torch's own cache folders, which are set by hand. *Cold* is a run with an empty
-folder, and *warm* is a run with the folder of an earlier run. *Rank seconds* are all runs, in lists of the ranks.""",
+folder, *warm* is a run with the folder of an earlier run, and *moved* with this folder at another path. *Rank seconds* are all runs, in lists of the ranks.""",
     ),
     "ddp": Table(
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",

@@ -16,7 +16,7 @@ WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with t
         ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
     ],
     "resnet50_infer": [
-        (f"{FROZEN}, a plain loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
+        (f"{FROZEN}, bare loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
         (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
     ],
     "ordinary_*": [
@@ -26,6 +26,7 @@ WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with t
 }
 DDP = {"ddp_128": "default", "ddp": "default", "ddp_1024": "default", "ddp_reduce_overhead": "reduce-overhead"}
 MODES = {"default": "InductorCompile()", "reduce-overhead": 'InductorCompile("reduce-overhead")'}
+HEALED = "{'dynamo': {'capture_scalar_outputs': True}}"
 LITTLE = 0.02  # the interquartile range of blocks, as a part of a step
 WITH_INTERVALS = ("resnet50_*", "ordinary_*", "items", "lengths", "zoo_*")  # files with an interval of each speedup
 
@@ -95,13 +96,14 @@ def answer(machine: str) -> None:
 
 
 def with_cudagraphs(machine: str) -> None:
-    """The part of `answer` with one GPU and CUDA graphs, without a Trainer's own time in `predict`."""
+    """The part of `answer` with one GPU and CUDA graphs."""
     lines = [
-        [name, *(ms(row["step_ms"]) for row in (eager, hand, ours)), times(eager["step_ms"] / ours["step_ms"])]
+        [", ".join([name, *mode.split(", ")[2:]]), *(ms(row["step_ms"]) for row in (eager, hand, ours)),
+         times(eager["step_ms"] / ours["step_ms"])]
         for name, mode, eager, hand, ours in comparisons(machine)
-        if mode.startswith("reduce-overhead") and "predict" not in mode and "DDP" not in name
+        if mode.startswith("reduce-overhead") and "DDP" not in name
         if all(row.get("step_ms") for row in (eager, hand, ours))
-    ]
+    ]  # fmt: skip
     print_table(["workload", "eager ms", "by hand ms", "this library ms", "speedup over eager"], lines)
 
 
@@ -130,20 +132,21 @@ def modes(machine: str) -> None:
 
 def fastest(machine: str) -> None:
     """How often `reduce-overhead` is faster than eager and `default` on the ordinary models, and the speedups."""
-    rows = rows_of(f"{machine}/ordinary_*")
-    of_models = []
-    for model in in_order(rows, lambda row: row["model"]):
-        steps = [find(rows, way, model=model)["step_ms"] for way in ("eager", *MODES.values())]
-        if None not in steps:
-            of_models.append(dict(zip(("eager", *MODES), steps, strict=True)))
-    wins = sum(min(steps, key=steps.__getitem__) == "reduce-overhead" for steps in of_models)
-    ranges = {}
-    for mode in MODES:
-        ratios = [steps["eager"] / steps[mode] for steps in of_models]
-        ranges[mode] = f"{min(ratios):.2f} to {max(ratios):.2f} times"
+    rows, ways = rows_of(f"{machine}/ordinary_*"), ("eager", *MODES.values())
+    of_models = [[find(rows, way, model=model) for way in ways] for model in in_order(rows, lambda row: row["model"])]
+    of_models = [of_model for of_model in of_models if all(row["step_ms"] for row in of_model)]
+    wins = [
+        sum(compare_blocks(ways[other]["block_ms"], ways[2]["block_ms"])["faster"] is True for ways in of_models)
+        for other in (0, 1)
+    ]
+    ranges = []
+    for number in (1, 2):
+        ratios = [of_model[0]["step_ms"] / of_model[number]["step_ms"] for of_model in of_models]
+        ranges.append(f"{min(ratios):.2f} to {max(ratios):.2f} times")
     print(
-        f"`reduce-overhead` was faster than eager and `default` on {wins} of {len(of_models)} models: its steps were "
-        f"{ranges['reduce-overhead']} as fast as eager steps, and those of `default` {ranges['default']}"
+        f"`reduce-overhead` was clearly faster than eager on {wins[0]} of {len(of_models)} models, and clearly faster "
+        f"than `default` on {wins[1]}. Its steps were {ranges[1]} as fast as eager steps, and those of `default` "
+        f"{ranges[0]}"
     )
 
 
@@ -158,13 +161,13 @@ def against_hand(machine: str) -> None:
             if is_steady or mode.startswith("reduce-overhead"):
                 (steady if is_steady else noisy).append(ours["step_ms"] / hand["step_ms"])
     text = (
-        f"For {len(steady)} workloads, the blocks of both vary by less than {LITTLE:.0%}. There, this library takes "
-        f"{min(steady):.2f} to {max(steady):.2f} times as long as by hand"
+        f"In {len(steady)} rows, the interquartile range of the blocks is below {LITTLE:.0%} of a step, by hand and "
+        f"with this library. There, this library takes {min(steady):.2f} to {max(steady):.2f} times as long as by hand"
     )
     if noisy:
         text += (
-            f". For the other workloads in mode `reduce-overhead`, it takes {min(noisy):.2f} to {max(noisy):.2f} times "
-            "as long"
+            f". In the other rows with one GPU and mode `reduce-overhead`, it takes {min(noisy):.2f} to "
+            f"{max(noisy):.2f} times as long"
         )
     print(text)
 
@@ -173,11 +176,50 @@ def compile_costs(machine: str) -> None:
     """The compile times and the break-even steps of the ordinary models."""
     rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values() and row["step_ms"]]
     seconds = [row["compile_seconds"] for row in rows]
-    steps = [row["break_even_steps"] for row in rows if isinstance(row["break_even_steps"], float)]
+    steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
     print(
         f"compiling took {min(seconds):.0f} to {max(seconds):.0f} s, and a run saves time after {min(steps):,.0f} to "
-        f"{max(steps):,.0f} steps" + ", or never" * (len(steps) < len(rows))
+        f"{max(steps):,.0f} steps. In {len(rows) - len(steps)} of {len(rows)} runs, the report sees no difference yet "
+        "and names no number"
     )
+
+
+def predict_at_batch_1(machine: str) -> None:
+    """A step of `trainer.predict` with and without this library."""
+    rows = [row for row in rows_of(f"{machine}/resnet50_infer") if row["batch_size"] == 1]
+    ours, hand = (find(rows, WAYS["resnet50_infer"][1][way]) for way in (3, 2))
+    print(f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms")
+
+
+def rejected_setting(machine: str) -> None:
+    """The setting that `"auto"` rejected for the model with graph breaks, because eager steps varied."""
+    rows = rows_of(f"{machine}/items")
+    auto, healed = (find(rows, f"InductorCompile({mode})") for mode in ('"auto"', HEALED))
+    print(f"it compiled for {auto['compile_seconds']:.0f} s, and then chose eager, because eager steps varied a lot. "
+          f"The setting that it rejected was {healed['speedup']:.2f} times as fast in the same table")  # fmt: skip
+
+
+def same_code(machine: str) -> None:
+    """The largest ratio of the eager steps of ResNet-50 at batch 16 in several tables."""
+    work = {"model": "resnet50", "phase": "train", "batch_size": 16}
+    steps = [find(rows_of(f"{machine}/{file}"), "eager", **work)["step_ms"] for file in ("resnet50_train", "zoo_train")]
+    steps.append(find(rows_of(f"{machine}/background_resnet50_16"), "eager")["steady_ms"])
+    print(f"up to {max(steps) / min(steps):.1f} times as long")
+
+
+def tiny_overhead(machine: str) -> None:
+    """The time that the callback adds to tiny steps."""
+    rows = rows_of(f"{machine}/tiny_steps")
+    added = [find(rows, "callback", loop=loop)["over_by_hand_us"] for loop in ("predict", "fit")]
+    print("{:.0f} µs longer in `predict`, and {:.0f} µs longer in `fit`".format(*added))
+
+
+def narrow_model(machine: str) -> None:
+    """The steps of a compiled transformer against eager steps, on a CPU."""
+    rows = rows_of(f"{machine}/scaling_depth*")
+    eager = {row["layers"]: row["step_cpu_ms"] for row in rows if row["way"] == "eager"}
+    ratios = [row["step_cpu_ms"] / eager[row["layers"]] for row in rows if row["way"] != "eager"]
+    print(f"{min(ratios):.2f} to {max(ratios):.2f} times")
 
 
 def repeated_blocks(machine: str) -> None:
@@ -244,6 +286,33 @@ def longest_step(machine: str) -> None:
     print(f"{find(rows, 'background')['longest_s']:.1f} s instead of {find(rows, 'by hand')['longest_s']:.0f} s")
 
 
+def longest_steps(machine: str) -> None:
+    """The longest steps of all models in the background, and by hand."""
+    rows = rows_of(f"{machine}/background_*")
+    spans = [[row["longest_s"] for row in rows if row["way"] == way] for way in ("background", "by hand")]
+    texts = [f"{min(seconds):.0f} to {max(seconds):.0f} s" for seconds in spans]
+    print(f"with {len(spans[0])} models, the longest step took {texts[0]} instead of {texts[1]}")
+
+
+def first_100_steps(machine: str) -> None:
+    """The time that runs in the background lose in their first 100 steps."""
+    lost = []
+    for result in read(f"{machine}/background_*"):
+        seconds = [find(result["rows"], way)["first_100_s"] for way in ("background", "eager", "by hand")]
+        lost.append(seconds[0] - min(seconds[1:]))
+    print(f"{min(lost):.1f} to {max(lost):.1f} s longer")
+
+
+def meanwhile(machine: str) -> None:
+    """The steps during a compile in the background, with one thread and with more."""
+    texts = []
+    for result in reversed(read(f"{machine}/background_*")):
+        ours, eager = (find(result["rows"], way) for way in ("background", "eager"))
+        texts.append(f"{ours['meanwhile_ms']:.0f} ms instead of {eager['steady_ms']:.0f} ms, and the longest "
+                     f"{ours['longest_s']:.1f} s")  # fmt: skip
+    print(f"With two threads, steps took {texts[0]}. With one thread, they took {texts[1]}")
+
+
 def first_compile(machine: str) -> None:
     """The first step of a ResNet-50 that is compiled by hand."""
     seconds = [row["longest_s"] for row in rows_of(f"{machine}/background_resnet50_*") if row["way"] == "by hand"]
@@ -290,7 +359,8 @@ def packages(machine: str) -> None:
 
 
 SUMMARIES = [
-    answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, repeated_blocks,
-    repeated_blocks_training, fsdp2_step, whole_graphs, max_pool, longest_step, first_compile, chart_origin, of_deepest,
-    glob_break_even, packages,
+    answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
+    rejected_setting, same_code,
+    narrow_model, repeated_blocks, repeated_blocks_training, fsdp2_step, whole_graphs, max_pool, longest_step,
+    longest_steps, first_100_steps, meanwhile, first_compile, chart_origin, of_deepest, glob_break_even, packages,
 ]  # fmt: skip
