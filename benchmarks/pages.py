@@ -160,7 +160,8 @@ forward, loss and backward. *Of eager* is the speedup.""",
         "warm_start*", partial(print_columns, warm_start.COLUMNS), "Warm start",
         """*Seconds* is the duration of the first compiled step of a ResNet-18 in a new process: the median of *samples*
 runs. The ways are `cache_dir`, and torch's own cache folders, which are set by hand. *Cold* is a run with an empty
-folder, *warm* is a run with the folder of an earlier run, and *moved* with this folder at another path. *Rank seconds* are all runs, in lists of the ranks.""",
+folder, *warm* is a run with the folder of an earlier run, and *moved* with this folder at another path. *Rank seconds*
+are all runs, in lists of the ranks.""",
     ),
     "ddp": Table(
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",
