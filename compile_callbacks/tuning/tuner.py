@@ -56,13 +56,14 @@ class Tuner:
         self.winner: str | None = None  # the chosen candidate
         self.complete = True  # whether a longer run would choose the same candidate
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER_VARIANT)}
-        self.steps_left = math.inf  # the steps in which a candidate of "auto" must amortize its compile time
+        self.steps_left = math.inf  # of the phase
         self._tune = tune
         self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._finalist: Trial | None = None
         self._rounds = 0  # of the final: a block of eager and a block of the finalist
+        self._round_steps = 0
         self._shapes_repeat = True
         self._new_shapes_ms: list[float] = []  # of eager
         self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
@@ -112,6 +113,7 @@ class Tuner:
         trial = self._turns[0]
         self._budget_left -= block.seconds
         self.steps_left -= block.steps
+        self._round_steps = 2 * block.steps
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
@@ -169,12 +171,15 @@ class Tuner:
             return
         if self._finalist is None or self._finalist.verdict != "undecided":  # it failed in the final
             self._finalist, self._rounds = self._fastest(), 0
-        if self._finalist is not None and self._needs_round(self._finalist):
+        if self._finalist is None or not self._needs_round(self._finalist):
+            self._choose_if_clear(self._finalist)
+        elif self._rounds > 0 and self.steps_left < self._round_steps:
+            self.complete = False
+            self._choose_if_clear(self._finalist)
+        else:
             self._rounds += 1
             # The order alternates, so that a machine that becomes faster or slower favors neither of them.
             self._turns = [self._eager, self._finalist][:: 1 if self._rounds % 2 else -1]
-        else:
-            self._choose_if_clear(self._finalist)
 
     def _why_not_compiled(self, trial: Trial) -> tuple[str, bool] | None:
         """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be.

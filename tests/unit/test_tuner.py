@@ -144,6 +144,18 @@ def test_nine_won_rounds_of_ten_decide_the_final_unless_a_budget_ends_it(budget_
         assert reason(tuner, "a") == "it was faster than eager in 9 of 10 rounds"
 
 
+@pytest.mark.parametrize("steps_left", [28 + 27, 28 + 28])
+def test_a_final_ends_when_the_run_has_no_steps_for_another_round(steps_left):
+    tuner, blocks = final_of(), 0
+    tuner.steps_left = steps_left
+    while tuner.winner is None:
+        tuner.block_ends(Block([10.0 if tuner.candidate == "a" else 15.0] * 10, 1.0, steps=14))
+        blocks += 1
+    assert (tuner.winner, blocks) == ("eager", steps_left // 28 * 2)
+    assert "within noise" in reason(tuner, "a")
+    assert not tuner.lasts
+
+
 @pytest.mark.parametrize("drift", [lambda n: max(1, 2 - n / 300), lambda n: min(2, 1 + n / 300)])
 def test_a_machine_that_becomes_faster_or_slower_does_not_win_rounds(drift):
     machines = [Machine({"eager": 20, "a": 20}, noise=0.02, drift=drift, seed=seed) for seed in range(50)]
