@@ -96,7 +96,7 @@ def answer(machine: str) -> None:
 
 
 def with_cudagraphs(machine: str) -> None:
-    """The part of `answer` with one GPU and CUDA graphs."""
+    """The part of `answer` with one GPU and CUDA graphs. The loop of inference stands in the cell of the workload."""
     lines = [
         [", ".join([name, *mode.split(", ")[2:]]), *(ms(row["step_ms"]) for row in (eager, hand, ours)),
          times(eager["step_ms"] / ours["step_ms"])]
@@ -136,9 +136,10 @@ def fastest(machine: str) -> None:
     of_models = [[find(rows, way, model=model) for way in ways] for model in in_order(rows, lambda row: row["model"])]
     of_models = [of_model for of_model in of_models if all(row["step_ms"] for row in of_model)]
     wins = [
-        sum(compare_blocks(ways[other]["block_ms"], ways[2]["block_ms"])["faster"] is True for ways in of_models)
+        sum(compare_blocks(of_model[other]["block_ms"], of_model[2]["block_ms"])["faster"] is True
+            for of_model in of_models)
         for other in (0, 1)
-    ]
+    ]  # fmt: skip
     ranges = []
     for number in (1, 2):
         ratios = [of_model[0]["step_ms"] / of_model[number]["step_ms"] for of_model in of_models]

@@ -56,14 +56,14 @@ class Tuner:
         self.winner: str | None = None  # the chosen candidate
         self.complete = True  # whether a longer run would choose the same candidate
         self.trials: dict[str, Trial] = {EAGER: Trial(EAGER_VARIANT)}
-        self.steps_left = math.inf  # of the phase
+        self.steps_left = math.inf  # the steps of the phase that remain in the run
         self._tune = tune
         self._device_type = "cpu" if device_type == "cpu" else "cuda"
         self._eager = self.trials[EAGER]
         self._turns = [self._eager]
         self._finalist: Trial | None = None
         self._rounds = 0  # of the final: a block of eager and a block of the finalist
-        self._round_steps = 0
+        self._round_steps = 0  # the steps of such a round
         self._shapes_repeat = True
         self._new_shapes_ms: list[float] = []  # of eager
         self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
@@ -184,7 +184,7 @@ class Tuner:
     def _why_not_compiled(self, trial: Trial) -> tuple[str, bool] | None:
         """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be.
 
-        Return also whether it would be tried in a longer run, or with a larger budget.
+        The second value tells whether it would be tried in a longer run, or with a larger budget.
         """
         eager_ms = self._eager.median_ms
         if eager_ms is None:
@@ -212,7 +212,7 @@ class Tuner:
         """Return the lowest step time that a candidate could have."""
         if not _autotunes(trial):
             return min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
-        # The kernels of other candidates with the same launches are known, and tuning changes the kernels only.
+        # Tuning changes kernels. It does not change how they are launched: one by one, or by a CUDA graph.
         alike = [tried for tried in self._undecided() if _uses_cudagraphs(tried) == _uses_cudagraphs(trial)]
         return min((ms for tried in alike if (ms := tried.median_ms)), default=best_ms) / _AUTOTUNED_SPEEDUP
 
@@ -267,10 +267,12 @@ class Tuner:
 
     def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
         """Choose a candidate if it is faster than eager by more than noise. Else, choose eager."""
-        is_clear = fastest is not None and fastest.verdict == "undecided" and self._is_clear(fastest)
-        if fastest is not None and fastest.verdict == "undecided" and not is_clear and self._wins_by_rounds(fastest):
-            is_clear, won = True, MAX_ROUNDS - self._lost_rounds(fastest)
-            reason = f"it was faster than eager in {won} of {MAX_ROUNDS} rounds"
+        if fastest is not None and fastest.verdict != "undecided":
+            fastest = None
+        is_clear = fastest is not None and self._is_clear(fastest)
+        if fastest is not None and not is_clear and self._wins_by_rounds(fastest):
+            won = MAX_ROUNDS - self._lost_rounds(fastest)
+            is_clear, reason = True, fastest.effect() or f"it was faster than eager in {won} of {MAX_ROUNDS} rounds"
         for trial in self._undecided():
             if not trial.blocks:
                 trial.decide("not tried", reason)

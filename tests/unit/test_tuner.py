@@ -1,10 +1,8 @@
-"""The arguments of a `Tune`, and its decisions on simulated step times."""
+"""The decisions of a `Tune` on simulated step times."""
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 import random
 import types
 from collections import Counter
@@ -14,14 +12,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from compile_callbacks import InductorCompile, InductorConfig, Tune
+from compile_callbacks import InductorConfig, Tune
 from compile_callbacks.config.variant import Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.steps import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Block, Trial, compared_workload
-from compile_callbacks.tuning.tune import as_phase_config
 from compile_callbacks.tuning.tuner import Tuner
 from compile_callbacks.tuning.tuning_policy import TuningPolicy
 
@@ -246,7 +243,7 @@ def test_auto_tries_candidates_that_may_amortize_their_compile_time(device, step
 @pytest.mark.parametrize(
     ("steps", "tried"),
     [
-        # BERT on an H200: autotuning took more than 200 s, and 15,000 steps take 450 s.
+        # BERT on an H200: autotuning took more than three minutes, and 15,000 steps take 450 s.
         (15_000, ["default", "reduce-overhead"]),
         # With CUDA graphs and tuned kernels, 6 ms of each step at best.
         (60_000, ["default", "reduce-overhead", "max-autotune"]),
@@ -342,62 +339,6 @@ def test_the_first_steps_of_new_shapes_do_not_favor_the_last_candidate(lengths, 
         if tuner.needs_candidates:
             tuner.start([Trial(Variant(None, name)) for name in list(mean_ms)[1:]])
     assert tuner.winner == ("a" if fast else "eager"), {name: t.median_ms for name, t in tuner.trials.items()}
-
-
-def test_auto_has_dynamic_candidates_if_shapes_vary():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    fixed = [config.describe() for config in auto_candidates(cuda, "train")]
-    assert fixed == ["default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"]
-    varying = [config.describe() for config in auto_candidates(cuda, "train", shapes_vary=True)]
-    assert set(varying) - set(fixed) == {"dynamic=True", "max-autotune-no-cudagraphs, dynamic=True"}
-    assert [config.describe() for config in auto_candidates(cpu, "infer")] == ["freezing=True"]
-    assert len(auto_candidates(cpu, "train", shapes_vary=True)) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
-        ({"candidates": "default"}, TypeError, "candidates='default' must be a list"),
-        ({"candidates": ["eager", None]}, ValueError, "has no candidate except eager"),
-        ({"candidates": ["defualt"]}, ValueError, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
-        ({"candidates": ["default", 3]}, TypeError, r"candidates\[1\]=3"),
-        ({"steps": 4}, ValueError, "steps=4 must be 5 or more"),
-        ({"budget_seconds": 0}, ValueError, "budget_seconds=0 must be positive"),
-        ({"min_speedup": 0.99}, ValueError, "min_speedup=0.99 must be finite and 1 or more"),
-    ],
-)
-def test_tune_refuses_wrong_arguments_by_name(arguments, error, said):
-    with pytest.raises(error, match=said):
-        Tune(**({"candidates": ["default"]} | arguments))
-
-
-def test_tune_counts_equal_candidates_once_and_needs_no_eager():
-    tune = Tune(["eager", "default", None, {"mode": "default"}, InductorConfig(), "aten"])
-    assert [config.describe() for config in tune.configs] == ["default", "aten"]
-    assert tune == Tune(["default", "aten"])
-    assert hash(tune) == hash(Tune(["default", "aten"]))
-    assert tune != Tune(["aten", "default"])
-
-
-@pytest.mark.parametrize("tune", [Tune("auto"), Tune(["default", "aten"], steps=5, budget_seconds=60, min_speedup=1.2)])
-def test_tune_survives_copies_and_pickles(tune):
-    for twin in (copy.deepcopy(tune), pickle.loads(pickle.dumps(tune))):
-        assert twin == tune
-        assert (twin.key(), twin.describe()) == (tune.key(), tune.describe())
-    assert tune.key() != Tune(["default"]).key()
-
-
-def test_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
-    callback = InductorCompile("auto", {"candidates": ["default", {"mode": "lite"}], "steps": 7})
-    assert callback.report.train.mode == "auto"
-    assert callback.report.infer.mode == "tune(default | lite, steps=7)"
-    assert as_phase_config("eager", "train_mode") is None
-    with pytest.raises(ValueError, match="train_mode='autoo' is unknown; did you mean 'auto'"):
-        InductorCompile("autoo")
-    with pytest.raises(ValueError, match="train_mode: field='step' is unknown; did you mean 'steps'"):
-        InductorCompile({"candidates": ["default"], "step": 7})
-    with pytest.raises(TypeError, match=r"train_mode: .*missing.*'candidates'"):
-        InductorCompile({"class_path": "compile_callbacks.Tune", "init_args": {"steps": 7}})
 
 
 @pytest.mark.parametrize(("part", "settled"), [("cudagraph", True), ("graph", False), ("backward", False)])
