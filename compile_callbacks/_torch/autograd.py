@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -51,16 +51,6 @@ Workaround (until `torch.set_grad_enabled` is as fast): it takes 1 µs per call 
 """
 
 
-def is_compiled_node(node: Any) -> bool:
-    """Return whether a node of autograd's graph is the backward pass of a compiled graph."""
-    return hasattr(getattr(node, "_forward_cls", None), "num_symints_saved_for_bw")
-
-
-def wrap_backward(node: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the backward pass of the compiled graph that a node belongs to."""
-    node._forward_cls.backward = staticmethod(wrap(node._forward_cls.backward))
-
-
 def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
     """Change a training graph so that it saves copies of its buffers, and of the inputs that it overwrites.
 
@@ -104,23 +94,21 @@ def _memory(node: Any) -> object:
 
 
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Returns whether the running backward pass keeps its graph (``retain_graph=True``)."""
+"""Returns whether the running backward pass keeps its graph (``retain_graph=True``).
+
+Workaround (until torch has a public function for this): the function is a private function of torch.
+"""
 
 
-def add_note_to_double_backward(gradients: Sequence[Any], note: str) -> None:
-    """Add a note to the error that torch raises if someone differentiates the gradients of a compiled graph."""
-    nodes: list[Any] = [value.grad_fn for value in gradients if isinstance(value, torch.Tensor)]
-    classes: set[Any] = {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}
-    for cls in classes:  # torch makes a class in each backward pass
+def overwrite_no_saved_tensors() -> None:
+    """Let the backward pass of the graph that AOTAutograd compiles run more than once (``retain_graph=True``).
 
-        def backward(*arguments: Any, raising: Callable[..., Any] = cls.backward) -> Any:
-            try:
-                return raising(*arguments)
-            except RuntimeError as error:
-                error.add_note(note)
-                raise
-
-        cls.backward = staticmethod(backward)
+    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): by default, the backward pass
+    overwrites saved tensors (``bw_donated_idxs``), and raises an error if the graph is kept. While it compiles,
+    ``torch._functorch.config.donated_buffer`` must be ``False``, so that it overwrites none. It still raises the error
+    if the setting is ``True`` when it runs, unless the list is empty instead of missing (2.11 to 2.15).
+    """
+    torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs = []  # type: ignore[union-attr]
 
 
 def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
@@ -146,37 +134,3 @@ def _returns_twice(forward: Any) -> bool:
     values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
     memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
     return len(set(memory)) < len(memory)
-
-
-class _UnpackedOnce:
-    """A node of autograd with unpacked saved tensors, because some users' hooks can unpack a tensor only once."""
-
-    def __init__(self, node: Any, saved: Sequence[torch.Tensor]) -> None:
-        self._node = node
-        self.saved_tensors = saved
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
-
-
-@contextlib.contextmanager
-def donated_buffers_kept(node: Any) -> Iterator[Any]:
-    """Allow ``retain_graph=True`` in the backward pass of a compiled graph. Yield the node to call.
-
-    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): AOTAutograd lets the backward
-    pass overwrite saved tensors, and raises an error if the graph is kept. This function restores the tensors
-    afterwards.
-    """
-    metadata, unpacked = node._forward_cls.metadata, node.saved_tensors
-    saved, donated = [*unpacked, *node._tensors_no_vc_check], metadata.bw_donated_idxs
-    # The indices include the symbolic integers, which are the first arguments of the backward pass.
-    buffers = [saved[index - node._forward_cls.num_symints_saved_for_bw] for index in donated or []]
-    copies = [buffer.detach().clone() for buffer in buffers]
-    metadata.bw_donated_idxs = []
-    try:
-        yield _UnpackedOnce(node, unpacked)
-    finally:
-        metadata.bw_donated_idxs = donated
-        with torch.no_grad(), preserve_versions(tuple(buffers)):
-            for buffer, copied in zip(buffers, copies, strict=True):
-                buffer.copy_(copied)

@@ -163,16 +163,6 @@ is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Returns whether ``torch.jit.trace`` is running, as ``torch.jit.is_tracing`` does, but 0.2 µs faster."""
 
 
-def skip(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make Dynamo run a function unchanged, but not the functions that it calls.
-
-    Workaround (until ``torch.compiler.disable(recursive=False)`` adds no wrapper): torch 2.11 and 2.15 add one, which
-    takes time in each call.
-    """
-    skipped: Callable[..., Any] = torch._dynamo.decorators.skip(function)
-    return skipped
-
-
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
     """Return whether a module or its submodules have forward or backward hooks."""
     return any(

@@ -93,6 +93,7 @@ def compile_graph(
     *,
     options: Mapping[str, Any],
     activation_memory_budget: float | None = None,
+    keeps_graph: bool = False,
     on_backward_lowered: Callable[[int, float], None],
     compile_by: Callable[..., Any] | None = None,
 ) -> Any:
@@ -105,7 +106,8 @@ def compile_graph(
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
-    change it. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it
+    change it. With ``keeps_graph``, the backward pass may run more than once (``retain_graph=True``), and needs more
+    memory. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it
     needs, and with the seconds that Inductor took for it.
     """
     from torch._functorch import config as functorch_config
@@ -115,6 +117,8 @@ def compile_graph(
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
+    if keeps_graph:
+        settings["donated_buffer"] = False
 
     def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         regions.expose_aliases(graph)
@@ -122,6 +126,8 @@ def compile_graph(
         if not is_backward and not kwargs.get("is_inference"):
             inputs = graph.graph.find_nodes(op="placeholder")
             autograd.save_copies(graph, buffers if len(inputs) == count else ())
+            if keeps_graph:
+                autograd.overwrite_no_saved_tensors()
         started = time.perf_counter()
         code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
@@ -134,9 +140,10 @@ def compile_graph(
         for i, value in enumerate(example_inputs)
         if torch._dynamo.utils.get_static_address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
     ]
-    # The tag prevents that the cache returns code that was compiled without `expose_aliases` or `save_copies`.
+    # The tag prevents that the cache returns code that was compiled without these changes.
     aliases_exposed = bool(regions.calls_of_regions(graph_module))
-    options = tagged(options, f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed}")
+    tag = f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed} keeps_graph={keeps_graph}"
+    options = tagged(options, tag)
     with functorch_config.patch(settings), warnings.catch_warnings():
         # torch compiles a backward region twice, for two layouts of a gradient.
         warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
 from compile_callbacks._utils.errors import warn_user, with_code
@@ -99,10 +100,12 @@ class TrainerCalls:
             _unwrap_compiled(pl_module, self.arguments, trainer)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
+            keeps_graph = not pl_module.automatic_optimization or is_overridden("backward", pl_module)
+            settings = dataclasses.replace(arguments.target_settings, keeps_graph=keeps_graph)
             session = self.session = Session(
                 pl_module,
                 resolve_targets(pl_module, arguments.targets, LightningModule),
-                arguments,
+                dataclasses.replace(arguments, target_settings=settings),
                 resolve=functools.partial(_resolve_again, pl_module, arguments),
                 print_line=functools.partial(print_line, trainer),
             )

@@ -154,6 +154,7 @@ class CompiledFunction:
                 if self._fallback.settings.on_error == "raise":
                     raise CompileError(_DIFFERENTIATED)
                 raise self._fallback.run_target_eagerly("CC303", _DIFFERENTIATED)
+            self._backend.keeps_graph = self._fallback.settings.keeps_graph or self._observed.keeps_graph
             with self._tracing(call):
                 result = frame.convert()
             if is_own:

@@ -39,6 +39,7 @@ class ObservedCalls:
 
     def __init__(self, running: list[ObservedCalls]) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
+        self.keeps_graph = False  # whether a backward pass through an eager call had retain_graph=True
         self._running = running  # the records of the eager calls that are running
         self.changing_state = ChangingState()
         self.changing_integers = ChangingIntegers()
@@ -86,6 +87,7 @@ class ObservedCalls:
         # one differentiates the gradients itself.
         for record in (self, *self._running):
             record.gradients_differentiated |= torch.is_grad_enabled()
+            record.keeps_graph |= _torch.autograd.graph_is_kept()
 
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:

@@ -42,6 +42,7 @@ class GraphBackend:
 
     def __init__(self, target: Target, config: InductorConfig, fallback: EagerFallback) -> None:
         self.graphs = 0  # the number of compiled graphs
+        self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         self.shares_regions = False  # whether several regions of a graph shared their code
         # torch never frees a backend, so a backend must not keep the module alive.
@@ -77,14 +78,11 @@ class GraphBackend:
         if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
-        member = self._first()
-        assert member is not None  # because it is being called
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         new_graph = functools.partial(
             CompiledGraph,
             EagerGraph(eager, self._fallback),
             operator.itemgetter(*statistics) if statistics else None,
-            self._key if torch.is_grad_enabled() and not member.sharded else None,
             self._recorder.executions,
         )
         use = functools.partial(self._use, eager=eager, options=options, device=device, has_collective=has_collective)
@@ -154,6 +152,7 @@ class GraphBackend:
                 options=options,
                 passes=self._passes,
                 activation_memory_budget=self._config.activation_memory_budget,
+                keeps_graph=self.keeps_graph,
             )
             graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
         except _torch.portable_graphs.NotPortableError as error:
@@ -222,6 +221,7 @@ class GraphBackend:
                         inputs,
                         options={**options, **passes},
                         activation_memory_budget=self._config.activation_memory_budget,
+                        keeps_graph=self.keeps_graph,
                         on_backward_lowered=self._recorder.add_backward,
                     )
             except _torch.dynamo.CONTROL_FLOW:

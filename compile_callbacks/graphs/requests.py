@@ -36,6 +36,7 @@ class CompileRequest:
     options: Mapping[str, Any]
     passes: tuple[Any, ...]
     activation_memory_budget: float | None
+    keeps_graph: bool
 
     def pickled(self) -> bytes:
         """Pickle the request.
@@ -66,6 +67,7 @@ class CompileRequest:
                 inputs,
                 options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
                 activation_memory_budget=self.activation_memory_budget,
+                keeps_graph=self.keeps_graph,
                 on_backward_lowered=lambda saved, seconds: saved_bytes.append(saved),
                 compile_by=_torch.portable_graphs.compile_portable,
             )

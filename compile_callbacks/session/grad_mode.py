@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -211,7 +212,9 @@ def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
             "deactivate() of the InductorBackend that compiled it"
         )
         raise ValueError(with_code("CC203", message))
-    session = GradModeSession(module, targets, arguments)
+    # A hand-written loop may keep the graph of any backward pass.
+    settings = replace(arguments.target_settings, keeps_graph=True)
+    session = GradModeSession(module, targets, replace(arguments, target_settings=settings))
     session.begin_by_grad_mode()
     session.end_with_module()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.support.models import Classifier, Wrapper, loader, mlp, seeded, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
@@ -76,20 +76,26 @@ def kept(net, x, y):
 class Repeated(Classifier):
     """Trains with a loss that needs several backward passes, from a step on."""
 
-    def __init__(self, loss_of, net, first=0):
+    def __init__(self, loss_of, net, first=0, manual=False):
         super().__init__(net)
         self.loss_of, self.first = loss_of, first
+        self.automatic_optimization = not manual
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0].clone().requires_grad_(), batch[1]
         loss = cross_entropy(self.net(x), y) if batch_idx < self.first else self.loss_of(self.net, x, y)
         self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return loss
 
 
-def run(loss_of, make_net, *callbacks, first=0, steps=6, precision="64-true", **settings):
+def run(loss_of, make_net, *callbacks, first=0, steps=6, precision="64-true", manual=False, **settings):
     """The losses and the final state after a `fit`."""
-    module = seeded(lambda: Repeated(loss_of, make_net(), first))
+    module = seeded(lambda: Repeated(loss_of, make_net(), first, manual))
     trainer(*callbacks, precision=precision, **settings).fit(module, loader(steps))
     state = {name: value for name, value in module.state_dict().items() if "num_batches" not in name}
     return torch.tensor(module.losses), state
@@ -107,9 +113,60 @@ def assert_same(ours, eager, tolerance=1e-8):
 @pytest.mark.parametrize(("make_net", "targets"), [(smooth, "net"), (Broken, "net"), (blocks, "net.*")])
 def test_graph_that_is_kept_gives_the_same_gradients_each_time_and_no_warning(make_net, targets):
     ours = compiled(targets=[targets])
-    assert_same(run(kept, make_net, ours, first=2), run(kept, make_net, first=2))
+    assert_same(*(run(kept, make_net, *callbacks, first=2, manual=True) for callbacks in ([ours], [])))
     assert ours.report.train.graphs >= 1
     assert ours.report.train.fallbacks == 0
+
+
+@pytest.mark.all_versions
+def test_eager_steps_show_that_automatic_optimization_keeps_a_graph():
+    ours = compiled(baseline_steps=2)
+    assert_same(run(kept, smooth, ours), run(kept, smooth))
+    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
+
+
+class OwnBackward(Repeated):
+    """Runs each backward pass twice."""
+
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+@pytest.mark.all_versions
+def test_overridden_backward_may_keep_the_graph():
+    def final(*callbacks):
+        module = seeded(lambda: OwnBackward(lambda net, x, y: cross_entropy(net(x), y), smooth()))
+        trainer(*callbacks, precision="64-true").fit(module, loader(4))
+        return torch.tensor(module.losses), module.state_dict()
+
+    ours = compiled()
+    assert_same(final(ours), final())
+    assert (ours.report.train.graphs, ours.report.train.fallbacks) == (1, 0)
+
+
+@pytest.mark.all_versions
+def test_hand_written_loop_may_keep_the_graph(tmp_path):
+    def gradients(x, cache_dir):
+        torch._dynamo.reset()
+        net = seeded(smooth).double()
+        compile_phases(net, verify="off", cache_dir=cache_dir)
+        values = *torch.autograd.grad(net(x).square().sum(), x), *kept_gradients(net, x)
+        hits = report_of(net).train.cache_hits
+        restore(net)
+        return values, hits
+
+    def kept_gradients(net, x):
+        out = net(x)
+        first = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+        return *first, *torch.autograd.grad(out.square().sum(), x)
+
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(seeded(smooth).double()(x).square().sum(), x) * 3
+    for hits in (0, 1):  # the second time, the code is from torch's cache
+        values, cache_hits = gradients(x, tmp_path)
+        assert cache_hits == hits
+        assert_same(values, expected)
 
 
 @pytest.mark.all_versions
@@ -132,16 +189,6 @@ def test_resumed_run_knows_that_its_gradients_are_differentiated(tmp_path):
     with pytest.warns(CompileWarning, match=LEFT_EAGER):
         trainer(ours, max_epochs=2).fit(module, loader(12), ckpt_path=tmp_path / "run.ckpt")
     assert ours.report.train.graphs == 0
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize("loss_of", [penalty, meta])
-def test_later_differentiation_of_gradients_raises_torchs_error_with_the_name_of_the_target(loss_of):
-    with pytest.raises(RuntimeError, match="does not currently support double backward") as raised:
-        run(loss_of, smooth, compiled(), first=3)
-    (note,) = [note for note in raised.value.__notes__ if "CC304" in note]
-    assert "the gradients of target 'net'" in note
-    assert "(train_mode='eager'), or compile other modules (targets=[...])" in note
 
 
 class Physics(Classifier):
@@ -222,5 +269,6 @@ on_gpu = {"accelerator": "cuda", "precision": "32-true", "steps": 12}
 @pytest.mark.parametrize("make_net", [smooth, mlp, Broken])
 def test_graph_that_is_kept_on_a_gpu(make_net, mode):
     ours = compiled(train_mode=mode)
-    assert_same(run(kept, make_net, ours, **on_gpu), run(kept, make_net, **on_gpu), tolerance=5e-3)
+    of_kept = [run(kept, make_net, *callbacks, manual=True, **on_gpu) for callbacks in ([ours], [])]
+    assert_same(*of_kept, tolerance=5e-3)
     assert ours.report.train.fallbacks == 0

@@ -76,7 +76,7 @@ def written_inputs_are_saved(monkeypatch):
 
 
 def donated_buffers_refuse_a_second_backward(monkeypatch):
-    monkeypatch.setattr(_torch.autograd, "donated_buffers_kept", contextlib.nullcontext)
+    monkeypatch.setattr(_torch.autograd, "overwrite_no_saved_tensors", lambda: None)
     net = compile_phases(nn.Sequential(nn.Linear(FEATURES, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)))
     try:
         with pytest.raises(RuntimeError, match="donated"):
@@ -135,11 +135,6 @@ def first_compile_disables_the_validation(monkeypatch):
     return not Distribution._validate_args
 
 
-def disable_adds_a_wrapper(monkeypatch):
-    function = lambda: None  # noqa: E731
-    return torch.compiler.disable(function, recursive=False) is not function
-
-
 def fsdp1_exists(monkeypatch):
     return hasattr(torch.distributed.fsdp, "FullyShardedDataParallel")
 
@@ -171,7 +166,8 @@ NEEDED = {
     "autograd.saves_through_hooks": NO_PUBLIC_FUNCTION,
     "autograd.set_grad_enabled": set_grad_enabled_makes_an_object,
     "autograd.save_copies": written_inputs_are_saved,
-    "autograd.donated_buffers_kept": donated_buffers_refuse_a_second_backward,
+    "autograd.graph_is_kept": NO_PUBLIC_FUNCTION,
+    "autograd.overwrite_no_saved_tensors": donated_buffers_refuse_a_second_backward,
     "regions.region_of": regions_reuse_the_trace_of_another_module,
     "regions.strict_comparison": regions_with_other_arguments_share_code,
     "regions.with_constant_floats": regions_refuse_floats,
@@ -184,7 +180,6 @@ NEEDED = {
     "dynamo.keep_argument_validation": first_compile_disables_the_validation,
     "dynamo.transforms": NO_PUBLIC_FUNCTION,
     "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
-    "dynamo.skip": disable_adds_a_wrapper,
     "dynamo.without_odd_gradients": fsdp1_exists,
     "dynamo.frames_with_constant_draws": draws_are_constant,
     "dynamo.forget_compiled": reset_has_no_parameter,
