@@ -40,7 +40,7 @@ class TargetSettings:
     new_shapes: NewShapes = "recompile"
     on_trial: bool = False
     keeps_graph: bool = (
-        False  # whether a backward pass may keep its graph (retain_graph=True), so that it can run again
+        False  # whether a backward pass may keep its graph (retain_graph=True)
     )
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
