@@ -258,46 +258,6 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         open_ += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
 
 
-def forget_compiled(backend: Callable[..., Any]) -> None:
-    """Remove the graphs of one backend from Dynamo's caches.
-
-    Workaround (until torch can reset a single ``torch.compile``): ``torch._dynamo.reset()`` deletes the compiled code
-    of the whole process. Three references keep compiled code alive:
-
-    - Dynamo's cache belongs to code objects, which Python's garbage collector does not search. After a graph break,
-      these are code objects of the user, which may also have graphs of another ``torch.compile``.
-    - torch keeps a reference to each backend, because ``reset()`` calls it.
-    - Python 3.11 never frees the code that Dynamo writes after a graph break, so the graphs that this code calls remain
-      in the globals of the user's file.
-    """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, _debug_get_precompile_entries, reset_code
-    from torch._dynamo import convert_frame, eval_frame
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-    from torch._dynamo.utils import CleanupManager
-
-    def is_ours(wrapped: Any) -> bool:
-        return bool(getattr(wrapped, "compiler_fn", wrapped) == backend)  # because torch wraps the backend
-
-    with convert_frame.compile_lock:
-        for code in [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]:
-            entries = _debug_get_cache_entry_list(code)
-            ours = [entry for entry in entries if is_ours(entry.backend)]
-            written = [entry.code for entry in ours]
-            if ours and len(ours) == len(entries) and not _debug_get_precompile_entries(code):
-                del entries, ours  # because reset_code frees the memory that they point to
-                reset_code(code)
-            else:  # as torch does when an object of a guard is deleted
-                for entry in ours:
-                    if (state := entry.guard_manager.extra_state) is not None:
-                        state.invalidate(entry, DeletedGuardManagerWrapper("the compiled code was freed"))
-            for compiled_code in written:
-                if compiled_code in CleanupManager.instance:
-                    CleanupManager.instance._remove_id(id(compiled_code))
-        for key, cached in list(eval_frame.cached_backends.items()):
-            if is_ours(cached):
-                del eval_frame.cached_backends[key]
-
-
 def is_dynamo_wrapper(module: object) -> bool:
     """Return whether ``torch.compile(module)`` returned this object."""
     return isinstance(module, torch._dynamo.OptimizedModule)

@@ -61,9 +61,12 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
 
 
 def recompile_reason() -> str | None:
-    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
+    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile.
+
+    For torch older than 2.13, the first compile of a backend for code that another backend compiled is a recompile.
+    """
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
-    return reason if isinstance(reason, str) else None
+    return reason if isinstance(reason, str) and "BACKEND_MATCH" not in reason else None
 
 
 def last_recompile_reason() -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -51,6 +52,8 @@ class CompiledFunction:
         raising_calls: The number of calls in which torch traced code that raised an exception of the user's.
         why_no_graph: The reason why torch compiled no graph when it last traced the target's own frame, if it told.
     """
+
+    _compiles: ClassVar = 0  # the number of functions that this process has got from torch.compile
 
     def __init__(
         self,
@@ -98,9 +101,12 @@ class CompiledFunction:
         name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
         function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
+        CompiledFunction._compiles += 1
         call = _torch.frames.compile_function(
             function,
-            self._backend.compile,
+            # An object of its own, because torch older than 2.13 runs code behind a graph break again if its backend is
+            # equal, also if the code was freed.
+            functools.partial(self._backend.compile),
             self._convert,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,
@@ -114,12 +120,12 @@ class CompiledFunction:
 
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low."""
-        # Before torch 2.13, the graphs of both phases share the user's code object after a graph break.
+        # Before torch 2.13, all our functions share the user's code object after a graph break, also freed ones.
         broken = (event.target for event in self._recorder.events if event.kind == "graph_break")
         shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in broken
         # torch compiles blocks that differ separately.
         many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
-        return (2 if shares else 1) * (len(self._target.members) if many else 1)
+        return (CompiledFunction._compiles if shares else 1) * (len(self._target.members) if many else 1)
 
     def _dynamo_settings(self) -> dict[str, Any]:
         """Return the settings of the config, and a setting for integers that would need a graph for each value."""

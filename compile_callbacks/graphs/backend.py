@@ -58,6 +58,7 @@ class GraphBackend:
         self._generated: list[ModuleType] = []
         self.requested: list[RequestedGraph] = []  # graphs that another process compiles
         self._compiles_here = False  # whether another process could not compile a graph
+        self._in_memory: list[CompiledGraph] = []  # the graphs to free
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph. ``torch.compile`` gets this method as its ``backend``."""
@@ -79,12 +80,13 @@ class GraphBackend:
             raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
         self.shares_regions |= _torch.regions.shares_code(graph_module)
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
-        new_graph = functools.partial(
-            CompiledGraph,
-            EagerGraph(eager, self._fallback),
-            operator.itemgetter(*statistics) if statistics else None,
-            self._recorder.executions,
-        )
+        read_statistics = operator.itemgetter(*statistics) if statistics else None
+
+        def new_graph() -> CompiledGraph:
+            graph = CompiledGraph(EagerGraph(eager, self._fallback), read_statistics, self._recorder.executions)
+            self._in_memory.append(graph)
+            return graph
+
         use = functools.partial(self._use, eager=eager, options=options, device=device, has_collective=has_collective)
         graph = self._requested_graph(graph_module, example_inputs, options, new_graph, use, has_collective)
         if graph is None:
@@ -278,7 +280,9 @@ class GraphBackend:
         for graph in self.requested:
             graph.cancel()
         self.requested.clear()
-        _torch.dynamo.forget_compiled(self.compile)
+        for in_memory in self._in_memory:
+            in_memory.free()
+        self._in_memory.clear()
         _torch.inductor.forget_generated(self._generated)
         self._generated.clear()
 

@@ -45,6 +45,9 @@ class EagerGraph:
 class CompiledGraph:
     """Calls one compiled graph.
 
+    Dynamo's code has a reference to this object, and is never deleted as long as the user's code exists. `free` deletes
+    what this object calls.
+
     The first call compares the graph with eager, and decides which code later calls run. A later call adds only this
     frame. Until there is compiled code, calls run ``eager``.
 
@@ -69,6 +72,10 @@ class CompiledGraph:
             return run(*inputs)
         with _torch.autograd.preserve_versions(self.statistics(inputs)):
             return run(*inputs)
+
+    def free(self) -> None:
+        """Free the compiled code, its frozen weights, and the captured graph. No later call is possible."""
+        self.eager = self.statistics = self.compiled = self.verification = self.run = None
 
     def _first_call(self, inputs: Sequence[Any]) -> Any:
         if self.eager is not None:

@@ -39,9 +39,7 @@ class TargetSettings:
     verify: Verify = "off"
     new_shapes: NewShapes = "recompile"
     on_trial: bool = False
-    keeps_graph: bool = (
-        False  # whether a backward pass may keep its graph (retain_graph=True)
-    )
+    keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
     trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager

@@ -81,6 +81,18 @@ def test_deactivate_frees_compiled_code_and_weights(mode, breaks):
     assert backend.report.infer.graphs >= 1 + breaks
 
 
+@pytest.mark.all_versions
+def test_freed_code_does_not_count_towards_the_recompile_limit(no_codegen):
+    module, (x,) = Model(breaks=True), samples(2)
+    expected = module.eval()(x)
+    backend = InductorBackend().build(module, x)
+    for _ in range(9):  # torch's limit is 8
+        backend.deactivate()
+        backend.activate()
+        torch.testing.assert_close(backend.infer(x), expected)
+    assert (backend.report.infer.fallbacks, backend.report.infer.recompiles) == (0, 0)
+
+
 def test_a_backend_that_is_garbage_collected_frees_everything():
     watch = Watch()
     module = Model(breaks=True)

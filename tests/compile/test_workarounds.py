@@ -147,10 +147,6 @@ def draws_are_constant(monkeypatch):
     return any(len(numbers) == 1 for numbers in draws)
 
 
-def reset_has_no_parameter(monkeypatch):
-    return not inspect.signature(torch.compiler.reset).parameters
-
-
 def eager_checkpoints_draw_again(monkeypatch):
     net = torch.compile(
         lambda x: checkpoint(nn.functional.dropout, x, use_reentrant=False), backend=lambda graph, _: graph.forward
@@ -182,7 +178,6 @@ NEEDED = {
     "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": fsdp1_exists,
     "dynamo.frames_with_constant_draws": draws_are_constant,
-    "dynamo.forget_compiled": reset_has_no_parameter,
     "distributed.collective_timeouts": NO_PUBLIC_FUNCTION,
     "graphs._call_checkpoint": eager_checkpoints_draw_again,
 }
