@@ -59,11 +59,6 @@ def resumes_at(code: types.CodeType) -> tuple[str, int] | None:
     return (code.co_filename, int(match[1])) if match else None
 
 
-def is_users_exception(error: Exception) -> bool:
-    """Return whether Dynamo gave up a frame because the user's code raises an exception that leaves the frame."""
-    return isinstance(error.__cause__, _exc.ObservedException)
-
-
 def compile_function(
     function: Callable[..., Any],
     backend: Callable[..., Any],

@@ -23,9 +23,6 @@ from compile_callbacks.profiling.recorder import CallInProgress
 from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import Target
 
-RAISING_CALLS = 3
-"""The maximum number of calls after which torch traces code again that raised an exception of the user's."""
-
 _PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
 """If torch runs a frame eagerly that calls another target, it traces the dispatcher, which then calls the module. If
 this fails, the other target runs compiled, and torch must not trace that."""
@@ -49,7 +46,6 @@ class CompiledFunction:
         hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
         eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
             skip them, too, but not only for this target.
-        raising_calls: The number of calls in which torch traced code that raised an exception of the user's.
         why_no_graph: The reason why torch compiled no graph when it last traced the target's own frame, if it told.
     """
 
@@ -66,7 +62,6 @@ class CompiledFunction:
         self.call: Callable[..., Any] | None = None
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
         self.eager_frames: set[types.CodeType] = set()
-        self.raising_calls = 0
         self.why_no_graph: str | None = None
         self._target = target
         self._key = fallback.key
@@ -169,13 +164,6 @@ class CompiledFunction:
                     raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {self.why_no_graph}")
             return result
         except Exception as error:
-            if _torch.frames.is_users_exception(error):
-                # torch would skip the frame for good, also for inputs for which it has a graph.
-                first = frame.code not in call.raising_frames
-                call.raising_frames += (frame.code,)
-                call.raised_in_trace = error if is_own else call.raised_in_trace
-                if first and self.raising_calls < RAISING_CALLS:
-                    return _torch.frames.run_frame_eagerly()
             if frame.is_graph_break(error):
                 if "recompile limit exceeded" in str(error):
                     self._recorder.limit_reached(self._key)

@@ -12,7 +12,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.signatures import shapes, signature
-from compile_callbacks.calls.compiled_function import RAISING_CALLS, CompiledFunction
+from compile_callbacks.calls.compiled_function import CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
 from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS, ObservedCalls, ShapePolicy
 from compile_callbacks.calls.python_state import StateChanges
@@ -125,9 +125,9 @@ class CompiledTarget:
                 result = compiled(member.module, *args, **kwargs)
             else:
                 result = self._call_under(stance, compiled, member, args, kwargs)
-        except Exception as error:
+        except Exception:
             if not call.nothing_ran:
-                self._raised(call, error)
+                self._raised(call)
                 raise
         finally:
             calling.current = outer
@@ -148,20 +148,13 @@ class CompiledTarget:
     def _store_outcome(self, call: CallInProgress) -> None:
         self._runs_target_eagerly |= call.runs_target_eagerly
         self._warnings += call.warnings
-        self._function.raising_calls += bool(call.raising_frames)
 
-    def _raised(self, call: CallInProgress, error: Exception) -> None:
+    def _raised(self, call: CallInProgress) -> None:
         """Act on what happened in a call that raised an exception of the user's. The next call issues its warnings."""
         if call.recompiles_in_next_call:
             self.free_compiled()
         if call.region_failure is not None:
             self._give_up_regions(call.region_failure)
-        if call.raising_frames and self._function.raising_calls == RAISING_CALLS:
-            reason = f"its code raised {describe(error)} in {RAISING_CALLS + 1} calls that torch traced"
-            self._recorder.record("fallback", self.key, reason=reason, code="CC301")
-            target, phase = self.key[:2]
-            message = f"torch skips a part of target {target!r} in the {phase} phase, because {in_one_line(reason)}"
-            self._fallback.warn("CC301", message)
         self._store_outcome(call)
 
     def _settle(self, call: CallInProgress, member: Callee) -> None:
@@ -170,10 +163,6 @@ class CompiledTarget:
             self._compiled_of.setdefault((signature(call.args, call.kwargs), grad_modes), set()).add(member)
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
-        if call.raised_in_trace is not None and self._function.raising_calls < RAISING_CALLS:
-            # The code does not raise what Dynamo expects, so torch need not trace it again.
-            self._function.raising_calls = RAISING_CALLS
-            self._recorder.record("graph_break", self.key, reason=str(call.raised_in_trace))
         self._function.eager_frames.update(call.failed_frames)
         if call.region_failure is not None:
             self._give_up_regions(call.region_failure)

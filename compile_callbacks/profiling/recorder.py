@@ -33,8 +33,6 @@ class CallInProgress:
         failure: The exception of a compiler that failed on a frame.
         nothing_ran: Whether the failure came before any of the target's code ran.
         failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
-        raising_frames: The code of frames in which Dynamo saw an exception of the user's code.
-        raised_in_trace: Dynamo's error about such an exception in the target's own frame.
         region_failure: The reason why torch cannot compile the regions of the target.
         recompiles_in_next_call: Whether the compile and the eager run of its graph both ran out of memory.
         runs_target_eagerly: Whether the target runs eagerly from now on.
@@ -47,8 +45,6 @@ class CallInProgress:
     failure: BaseException | None = None
     region_failure: str | None = None
     failed_frames: tuple[Any, ...] = ()
-    raising_frames: tuple[Any, ...] = ()
-    raised_in_trace: Exception | None = None
     constant_draws: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, Hashable], ...] = ()
 

@@ -64,8 +64,10 @@ class Raising(Wrapper):
     def __init__(self, breaks=False):
         super().__init__()
         self.last, self.breaks, self.bad = nn.Linear(3, 3), breaks, False
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
+        self.calls.add_(1)
         hidden = self.net(x)
         if self.breaks:
             torch._dynamo.graph_break()
@@ -92,25 +94,15 @@ class Skipping(Classifier):
 
 @pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
 @pytest.mark.parametrize("breaks", [False, True])
-def test_steps_after_a_batch_that_raised_run_compiled(executions, breaks):
-    callback = compiled()
-    module = fit(callback, make=lambda: Skipping({0, 20, 30}, breaks), train=60, validation=None)
-    assert (module.skipped, len(module.losses)) == (3, 57)
-    graphs = 2 if breaks else 1
-    assert callback.report.train.graphs == graphs
-    # Before the break, the graph runs for a batch that raises, except for the first batch, whose code differs.
-    assert executions() == ((57 * 2 + 3, 0) if breaks else (57, 3))
-    expected = fit(make=lambda: Skipping({0, 20, 30}, breaks), train=60, validation=None)
+def test_a_batch_that_raises_runs_once_and_training_continues_as_in_eager(breaks):
+    bad = {0, 20, 30}
+    # torch skips the code that raised in a trace: without a graph break, the whole target.
+    warns = pytest.warns(CompileWarning, match="without a compiled graph: .*exception.*CC101")
+    with contextlib.nullcontext() if breaks else warns:
+        module = fit(compiled(), make=lambda: Skipping(bad, breaks), train=60, validation=None)
+    assert (module.skipped, len(module.losses), module.net.calls.item()) == (3, 57, 60)
+    expected = fit(make=lambda: Skipping(bad, breaks), train=60, validation=None)
     torch.testing.assert_close(module.losses, expected.losses, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
-def test_after_three_such_calls_torch_skips_the_code_and_a_warning_names_the_exception(executions):
-    with pytest.warns(CompileWarning, match="'net' in the train phase, because its code raised BatchError: a bad"):
-        module = fit(compiled(), make=lambda: Skipping(range(4, 40, 4)), train=60, validation=None)
-    assert (module.skipped, len(module.losses)) == (9, 51)
-    graphs, _ = executions()
-    assert graphs >= 12
 
 
 # ---------------------------------------------------------------------------------------------- state of Python
