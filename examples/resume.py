@@ -1,7 +1,6 @@
 """Resume a compiled run from its checkpoint. It ends with the weights of an uninterrupted run.
 
-Checkpoints have the keys of the original model. They contain the callback's report, so that the resumed run need not
-measure the baseline again. With `cache_dir`, the resumed run also loads the compiled code.
+Checkpoints have the keys of the original model. With `cache_dir`, the resumed run loads the compiled code.
 
     python examples/resume.py
 """
@@ -43,9 +42,6 @@ def main():
         print(f"largest difference of a weight  {difference:.1e}")
         check(difference < 1e-3, "the resumed run ends with the weights of the uninterrupted run")
         check(second.verified == f"equal {second.graphs}", "the resumed run computes the same as eager")
-        # A baseline whose step times vary too much is measured again.
-        again = "" if "eager_step_ms" in second.diagnostics.restored else ", measured again"
-        check(second.eager_step_ms is not None, f"the resumed run has an eager baseline{again}")
         check(second.diagnostics.cache_misses == 0 < second.cache_hits, "the compiled code of the first run was loaded")
         print(f"compile seconds  {first.compile_seconds:.1f}, resumed {second.compile_seconds:.1f}")
 

@@ -183,6 +183,6 @@ def conditions(
         "precision": precision,
         "ranks": str(ranks),
         "targets": ", ".join(targets),
-        "torch": str(torch.__version__),  # its class is not allowed in a checkpoint
+        "torch": str(torch.__version__),
         "triton": installed_version("triton") or "none",
     }

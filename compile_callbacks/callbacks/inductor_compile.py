@@ -168,20 +168,6 @@ class InductorCompile(Callback):
         self._calls.prepare(trainer, pl_module)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.session.state_dict() if self.session else {}
-
-    # Hides the override from the Trainer's constructor, which would refuse a second callback with a message about state
-    # keys. `setup` says what to do instead.
-    state_dict.__wrapped__ = Callback.state_dict  # type: ignore[attr-defined]
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not (self.session and self.session.running):
-            self._calls.earlier_state = state_dict
-        # Otherwise, LearningRateFinder or BatchSizeFinder loads a checkpoint within a run, without resuming it.
-
-    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end_call(trainer)
 

@@ -58,7 +58,6 @@ class TrainerCalls:
         self.session: Session | None = None  # the session of the current or last call
         self.active: Session | None = None  # the session if it is running, except in a nested call
         self.last_report = last_report or LastReport()
-        self.earlier_state: object = None  # the state from a checkpoint that the next session resumes
         self._printed = False  # whether the report was printed
         self._trainer: Trainer | None = None  # the trainer of the running call
         self._key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
@@ -115,9 +114,6 @@ class TrainerCalls:
                 all_ranks=trainer.world_size > 1,
                 stopping=functools.partial(is_stopping, weakref.ref(trainer)),
             )
-        if self.earlier_state is not None:  # not earlier, because the number of processes was unknown
-            session.resume(self.earlier_state)
-            self.earlier_state = None
         self.active = session
         return session
 

@@ -83,12 +83,6 @@ def compare(
     return Comparison(math.exp(center), math.exp(center - below), math.exp(center + above))
 
 
-def is_too_noisy(samples_ms: Sequence[float]) -> bool:
-    """Return whether no comparison with these steps of one side can give a factor."""
-    comparison = compare([samples_ms], [samples_ms])
-    return comparison is not None and comparison.outcome == "not comparable"
-
-
 class _Side:
     """The logarithms of the step times of one side."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -39,14 +39,12 @@ class StepTimes:
     Attributes:
         eager_ms: Eager samples, in milliseconds.
         windows: Compiled samples, in milliseconds, in the windows in which they were measured.
-        restored: Whether the eager samples are from an earlier run.
         workload: The workload, or ``None`` if there are no samples.
         kind: Whether ``windows`` are times of compiled or of partly compiled steps.
     """
 
     eager_ms: tuple[float, ...] = ()
     windows: tuple[tuple[float, ...], ...] = ()
-    restored: bool = False
     workload: Workload | None = None
     kind: StepKind = "compiled"
 
@@ -136,7 +134,6 @@ class StepTimer:
         self._seen_shapes: defaultdict[tuple[Phase, str | None, StepKind], set[int]] = defaultdict(set)
         self._since_compile: Counter[tuple[Phase, str | None]] = Counter()  # steps of each variant
         self._last_variant: dict[Phase, str | None] = {}
-        self._restored: dict[Phase, dict[Workload, tuple[float, ...]]] = {}
         self._unread: deque[tuple[_Record, _Timed]] = deque()
         self._last: tuple[tuple[Phase, str | None, StepKind], _Record] | None = None  # of the last step
 
@@ -232,22 +229,19 @@ class StepTimer:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 
         Without a ``kind``, if most steps were partly compiled, the times are those of partly compiled steps. If several
-        workloads have the same number, the latest is returned. If no eager step of this run had this workload, the
-        eager samples are from an earlier run, or empty.
+        workloads have the same number, the latest is returned.
         """
         if kind is None:
             steps = self.steps(phase, variant)
             kind = "partly compiled" if steps["partly compiled"] > steps["compiled"] else "compiled"
-        eager, earlier = self._eager(phase), self._restored.get(phase, {})
+        eager = self.baseline(phase)
         compiled = self.windows(phase, variant, kind)
         counts = {workload: sum(map(len, windows)) for workload, windows in compiled.items()}
-        counts = counts or {workload: len(ms) for workload, ms in (eager or earlier).items()}
+        counts = counts or {workload: len(ms) for workload, ms in eager.items()}
         if not counts:
             return StepTimes(kind=kind)
         workload = max(reversed(counts), key=counts.__getitem__)
-        restored = workload not in eager and workload in earlier
-        eager_ms = (earlier if restored else eager).get(workload, ())
-        return StepTimes(eager_ms, compiled.get(workload, ()), restored=restored, workload=workload, kind=kind)
+        return StepTimes(eager.get(workload, ()), compiled.get(workload, ()), workload=workload, kind=kind)
 
     def totals(self, phase: Phase) -> Iterator[tuple[StepKey, int, float]]:
         """Yield the number of steps of each kind and stage, and the milliseconds of those that were timed."""
@@ -277,14 +271,7 @@ class StepTimer:
         )
 
     def baseline(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
-        """Return the eager samples of a phase by workload, including those of an earlier run."""
-        return {**self._restored.get(phase, {}), **self._eager(phase)}
-
-    def restore(self, phase: Phase, baseline: Mapping[Workload, Sequence[float]]) -> None:
-        """Add the eager samples that `baseline` returned in an earlier run."""
-        self._restored[phase] = {workload: tuple(samples) for workload, samples in baseline.items() if samples}
-
-    def _eager(self, phase: Phase) -> dict[Workload, tuple[float, ...]]:
+        """Return the eager samples of a phase by workload."""
         windows = self.windows(phase, EAGER, "eager")
         return {workload: tuple(itertools.chain(*of_workload)) for workload, of_workload in windows.items()}
 

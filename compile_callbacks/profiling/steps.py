@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -46,17 +45,6 @@ class Workload(NamedTuple):
     stage: str  # the stage and the number of its dataloader
     kind: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def from_data(cls, data: Sequence[Any]) -> Workload:
-        """Create a workload from a list of its fields."""
-        stage, kind, sizes = data
-        shapes = tuple(tuple(shape) for shape in sizes)
-        if not (isinstance(stage, str) and isinstance(kind, str)):
-            raise TypeError(f"stage={stage!r} and kind={kind!r} must be strings")
-        if not all(isinstance(size, int) for shape in shapes for size in shape):
-            raise TypeError(f"shapes={sizes!r} must be lists of integers")
-        return cls(stage, kind, shapes)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,10 +5,10 @@ The strings below the figures are Markdown, because docs/reference/report.md sho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.profiling.comparison import spread_ms
@@ -138,10 +138,8 @@ class PhaseDiagnostics(Figures):
     net_series: dict[str, Any] = figure(lambda facts: facts.net_series, default=dict)
     """The net seconds saved over the steps, computed from `series`: `steps` contains numbers of steps in the phase,
     and `seconds` contains the seconds saved until each of these steps."""
-    restored: tuple[str, ...] = figure(
-        lambda facts: ("eager_step_ms", "eager_spread_ms") if facts.times.restored else (), default=()
-    )
-    """Names of the figures that were loaded from the checkpoint of an earlier run."""
+    restored: tuple[str, ...] = figure(lambda facts: (), default=())
+    """Always empty, because a run measures all of its figures itself."""
     events: tuple[dict[str, Any], ...] = figure(lambda facts: facts.event_data, default=())
     """The events of the phase in order, such as each graph break and each recompile with its reason. See
     `CompileEvent`."""
@@ -261,18 +259,10 @@ class RunReport(Data):
 
     train: PhaseReport = field(default_factory=PhaseReport)
     infer: PhaseReport = field(default_factory=PhaseReport)
-    before: Self | None = None
 
     def phase(self, phase: Phase) -> PhaseReport:
         """Return the report of a phase by its name."""
         return self.train if phase == "train" else self.infer
-
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Create a report from `to_dict` data. A field that is missing or of a wrong type gets its default."""
-        before = data.get("before") if isinstance(data, Mapping) else None
-        report = super().from_dict(data)
-        return replace(report, before=cls.from_dict(before)) if isinstance(before, Mapping) else report
 
     def scalars(self) -> dict[str, float]:
         """Return the figures of both phases by the names of the logged scalars."""

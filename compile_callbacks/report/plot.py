@@ -119,9 +119,6 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
         # The eager median is the baseline of the whole run.
         ends, style = ((1, last), "--") if eager else ((min(steps), max(steps)), "-")
         axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=f"{label}: {median:.3g} ms")
-    if report.eager_step_ms is not None and not any(entry["kind"] == "eager" for entry in series):
-        label = f"eager, in the run before: {report.eager_step_ms:.3g} ms"
-        axes.axhline(report.eager_step_ms, color=_EAGER_COLOR, lw=1.4, ls="--", label=label)
     axes.set_ylim(0, _top(report))
 
 

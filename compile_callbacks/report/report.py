@@ -27,7 +27,6 @@ class CompileReport(RunReport):
     Attributes:
         train: The train phase.
         infer: The infer phase.
-        before: The report of the run that this run resumes, or ``None`` if this run resumes no other run.
     """
 
     def plot(self) -> Figure:

@@ -57,37 +57,35 @@ def _claim(report: PhaseReport) -> str:
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
     compiling = _duration(report.compile_seconds or 0)
     speedup = report.speedup or 1.0
-    earlier = "the eager steps of the earlier run" if report.diagnostics.restored else ""
-    than, unlike = (f" than {earlier}", f" from {earlier}") if earlier else ("", "")
     if back := _event(report, "sent_back"):
         return f"runs eagerly again: {back['reason']}"
     match report.verdict:
         case "faster":
             saved = f"saved {_duration(net)} after {compiling} of compiling"
-            return f"{_times(speedup)} faster{than} ({times}), {saved}"
+            return f"{_times(speedup)} faster ({times}), {saved}"
         case "compile time not repaid":
             steps = report.break_even_steps
             when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
             lost = f"{compiling} compiling are not repaid: lost {_duration(-net)} so far, break-even {when}"
-            return f"{_times(speedup)} faster{than} ({times}), but {lost}"
+            return f"{_times(speedup)} faster ({times}), but {lost}"
         case "slower":
             ratio = 1 / speedup
             slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
-            return f"{slower}{than} ({times}): {_why_slower(report)}"
+            return f"{slower} ({times}): {_why_slower(report)}"
         case "no difference":
             spread = max(report.diagnostics.eager_spread_ms or 0, report.diagnostics.compiled_spread_ms or 0)
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
             if _is_unclear(report):
                 vary = f"step times vary too much ({both})"
-                return f"no difference shown{unlike}: {vary}, {compiling} spent compiling"
-            return f"no difference{unlike} ({both}), {compiling} spent compiling"
+                return f"no difference shown: {vary}, {compiling} spent compiling"
+            return f"no difference ({both}), {compiling} spent compiling"
         case "not comparable":
             low, high = report.diagnostics.speedup_interval or (0, math.inf)
             why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
             if max(eager_ms or 0, compiled_ms or 0) > MAX_FACTOR * min(eager_ms or 0, compiled_ms or 0):
                 why = "such a difference is a fault of the measurement, as when threads wait for each other"
             advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
-            return f"no factor{unlike} ({times}): {why}; {advice}"
+            return f"no factor ({times}): {why}; {advice}"
         case "too few samples" if eager_ms is None or compiled_ms is None:
             side = "eager" if eager_ms is None else "compiled"
             return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
@@ -117,7 +115,7 @@ def _claim(report: PhaseReport) -> str:
 
 
 def notes(report: RunReport) -> list[str]:
-    """Return the lines below the table: candidates of a `Tune`, eager modules, and figures from an earlier run."""
+    """Return the lines below the table: candidates of a `Tune`, and eager modules."""
     lines = []
     for phase in PHASES:
         diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
@@ -128,21 +126,18 @@ def notes(report: RunReport) -> list[str]:
         ]
         shown = [event for event in diagnostics.events if event["kind"] in ("left_eager", "dynamo_setting")]
         lines += [f"{phase}: {event['target']}: {event['reason']}" for event in shown]
-        if diagnostics.restored:
-            lines.append(f"{phase}: eager steps were measured in the run before this one")
     return lines
 
 
 def next_step(report: RunReport) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
     phases = [(phase, report.phase(phase)) for phase in PHASES]
-    before = report.before or RunReport()
     # The same problem in both phases.
-    ranks = zip(*(_next_steps(*pair, before.phase(pair[0])) for pair in phases), strict=True)
+    ranks = zip(*(_next_steps(*pair) for pair in phases), strict=True)
     return next((advice for rank in ranks for advice in rank if advice), None)
 
 
-def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Iterator[str | None]:
+def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     """Yield advice about each problem, the most important first, or ``None`` if the phase does not have the problem."""
     verdict = report.verdict
     differs = (report.verified or "").startswith("differs")
@@ -175,8 +170,6 @@ def _next_steps(phase: Phase, report: PhaseReport, before: PhaseReport) -> Itera
     yield cached if unpaid and report.break_even_steps != math.inf else None
     few_eager = (report.diagnostics.eager_samples or 0) < MIN_SAMPLES
     more = f"run more {phase} steps" + (", with baseline_steps=10" if few_eager else "")
-    if few_eager and before.eager_step_ms is not None:  # a checkpoint with a baseline suppresses the baseline
-        more = f"the earlier run's eager {phase} steps had another workload: change baseline_steps to measure again"
     yield more if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
     events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -79,11 +79,6 @@ class Baseline:
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives no
         # sample.
         self._max_steps = min(2 * self._wanted + WARMUP_STEPS, half) if self._wanted > 0 else 0
-        self._update()
-
-    def skip(self) -> None:
-        """Skip the eager steps, because an earlier run has measured the baseline."""
-        self._planned_for = self._max_steps = 0
         self._update()
 
     def next(self) -> tuple[Variant, bool]:
@@ -168,20 +163,6 @@ class Policies:
             fixed.steps_left = remaining_steps
         if phase in self._tunings:
             self._tunings[phase].plan(remaining_steps)
-
-    def resume(self, measured: Sequence[Phase]) -> None:
-        """Skip the baselines that an earlier run has measured."""
-        for phase in measured:
-            self._baselines[phase].skip()
-
-    def winners(self) -> dict[Phase, dict[str, Any]]:
-        """Return the winner of each `Tune` for a checkpoint."""
-        return {phase: tuning.state_dict() for phase, tuning in self._tunings.items()}
-
-    def resume_winners(self, winners: object) -> None:
-        """Use the `winners` of an earlier run."""
-        for phase, tuning in self._tunings.items():
-            tuning.resume(winners.get(phase) if isinstance(winners, Mapping) else None)
 
     def policy_of(self, stage: Stage) -> StepPolicy:
         """Return the policy of the next step."""

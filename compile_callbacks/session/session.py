@@ -42,9 +42,6 @@ from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_t
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
 
-STATE_VERSION = 1
-"""The version of `Session.state_dict`."""
-
 
 class Session:
     """Compiles the targets of one module, and measures both phases over any number of Trainer runs.
@@ -112,7 +109,6 @@ class Session:
         self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
         self._remaining_variants: dict[Phase, object] = {}  # the variants whose compiled code is not freed
-        self._before: CompileReport | None = None  # the report of the run that this run resumes
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -133,7 +129,7 @@ class Session:
         device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
         self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=bool(self._policies.comparing))
-        self._measurements.begin(device, precision, self._ranks.size)
+        self._measurements.begin(device, precision)
         for phase in PHASES:
             config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
@@ -338,30 +334,7 @@ class Session:
             )
             for phase, settings in self._arguments.configs.items()
         }
-        return CompileReport(train=phases["train"], infer=phases["infer"], before=self._before)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the report, eager step times, observed shapes and winners as plain data for a checkpoint."""
-        state = {"version": STATE_VERSION, "report": self.report().to_dict(), "shapes": self._observed.state()}
-        state |= {"baseline_steps": self._arguments.baseline_steps, "winners": self._policies.winners()}
-        return state | self._measurements.state_dict()
-
-    def resume(self, state: object) -> None:
-        """Continue from the `state_dict` of an earlier run. On the same device, keep its eager step times and winners.
-
-        If the user has changed ``baseline_steps``, or if these times vary too much, this run measures the baseline.
-        The method ignores a state of another version, and parts that are missing, unknown or of a wrong type.
-        """
-        data = state if isinstance(state, Mapping) and state.get("version") == STATE_VERSION else {}
-        if isinstance(report := data.get("report"), Mapping):
-            self._before = CompileReport.from_dict({**report, "before": None})
-        self._observed.restore(data.get("shapes"))
-        same_device = data.get("device") == self._measurements.device_name()
-        same_baseline = self._arguments.baseline_steps in (0, data.get("baseline_steps"))
-        if all(self._ranks.gather(same_device and same_baseline)):
-            self._policies.resume(self._measurements.resume(data))
-        self._policies.resume_winners(data.get("winners"))
-        self._free_unused()
+        return CompileReport(train=phases["train"], infer=phases["infer"])
 
     # ------------------------------------------------------------------------------------------ parts of the above
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -81,33 +81,6 @@ class TuningPolicy:
         self._made_for: dict[str, Any] = {}
         self._first_event = len(self._recorder.events)
         self._begin_block()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the winner and its conditions for later runs. Empty without a reliable winner."""
-        winner = self._tuner.winner
-        if winner is None or not (self._tuner.worth_keeping and self._made_for):
-            return {}
-        trial = self._tuner.trials[winner]
-        entry = {"candidate": winner, "config_key": _key(trial), "made_for": self._made_for}
-        return {**entry, "healing": list(trial.healing)} if trial.healing else entry
-
-    def resume(self, state: object) -> None:
-        """Use the winner in the `state_dict` of an earlier run without measuring, if the conditions are the same.
-
-        The stage and the batch shapes are unknown before the first step, so they are not compared.
-        """
-        data = state if isinstance(state, Mapping) else {}
-        made_for = data.get("made_for")
-        work = made_for.get("work") if isinstance(made_for, dict) else None
-        # Each candidate that the earlier run may have had.
-        trials = list(self._candidates(shapes_vary=True, healing=_healing_of(data)))
-        name = self._name_of(data.get("config_key"), trials)
-        same = self._tuner.winner is None and name is not None and made_for == self._all_conditions(work)
-        if all(self._ranks.gather(same)) and name is not None:
-            self._made_for = self._all_conditions(work)
-            self._tuner.start(trials)
-            self._tuner.adopt(name, "won in the run that this run resumes")
-            self._announce()
 
     def plan(self, steps_left: float) -> None:
         """Set the number of remaining steps of the phase, which is the same on all ranks."""
@@ -196,20 +169,18 @@ class TuningPolicy:
     def _list_candidates(self, compared: Workload) -> None:
         """List the candidates after the first block, and look for the winner of an earlier run."""
         vary = compared not in self._workloads and len({w.shapes for w in self._workloads}) > 1
-        self._made_for = self._all_conditions(repr(compared))
+        self._made_for = {
+            **self._conditions,
+            "phase": self._phase,
+            "tune": self._tune.key(),
+            "work": repr(compared),
+        }
         winners = {} if self._record is None else self._record.load()["winners"]
         entry = winners.get(digest(self._made_for), {})
         shapes_vary, key, healing = self._of_rank_zero((vary, entry.get("config_key"), _healing_of(entry)))
         self._listed = list(self._candidates(shapes_vary=shapes_vary, healing=healing))
-        self._earlier = self._name_of(key, self._listed)
-
-    def _name_of(self, key: object, trials: Sequence[Trial]) -> str | None:
-        """Return the name of the candidate with this key, eager or one of ``trials`` that is not excluded."""
-        possible = (self._tuner.trials[EAGER], *(trial for trial in trials if trial.verdict == "undecided"))
-        return {_key(trial): trial.candidate for trial in possible}.get(str(key))
-
-    def _all_conditions(self, work: Any) -> dict[str, Any]:
-        return {**self._conditions, "phase": self._phase, "tune": self._tune.key(), "work": work}
+        possible = (self._tuner.trials[EAGER], *(trial for trial in self._listed if trial.verdict == "undecided"))
+        self._earlier = {_key(trial): trial.candidate for trial in possible}.get(str(key))
 
     def _of_rank_zero(self, value: _T) -> _T:
         """Return rank zero's value in training, and this rank's value in the infer phase."""
@@ -278,10 +249,14 @@ class TuningPolicy:
         self._print_line(f"{line}: {chosen.reason}" if chosen.reason else line)
 
     def _keep(self) -> None:
-        """Write the winner, which is the same on all ranks, to the file for later runs."""
-        entry = self.state_dict()
-        if not entry or self._record is None:
+        """Write the winner, which is the same on all ranks, to the file for later runs, if it is reliable."""
+        winner = self._tuner.winner
+        if winner is None or self._record is None or not (self._tuner.worth_keeping and self._made_for):
             return
+        trial = self._tuner.trials[winner]
+        entry = {"candidate": winner, "config_key": _key(trial), "made_for": self._made_for}
+        if trial.healing:
+            entry["healing"] = list(trial.healing)
         if problem := self._record.update("winners", digest(self._made_for), entry):
             self._print_line(f"{self._phase} phase: the winner could not be written for later runs: {problem}")
 

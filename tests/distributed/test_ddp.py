@@ -165,7 +165,6 @@ def test_a_checkpoint_of_two_processes_continues_in_one(pair):
     ours, module, plain = InductorCompile(baseline_steps=2), seeded(), seeded()
     trainer(ours, max_epochs=3).fit(module, loader(12), loader(4, seed=2), ckpt_path=path, **TRUSTED)
     assert len(module.losses) == 12
-    assert ours.report.train.diagnostics.restored == ()  # step times of two processes are not those of one
     assert ours.report.train.eager_step_ms is not None
     assert repr(pickle.loads(pickle.dumps(ours))) == repr(ours)  # a later run may spawn processes
     trainer(max_epochs=3).fit(plain, loader(12), loader(4, seed=2), ckpt_path=path, **TRUSTED)
@@ -176,7 +175,6 @@ def test_a_checkpoint_of_one_process_continues_in_two(pair):
     for result in pair("resumed_from_one"):
         assert result["epoch"] == 2
         assert len(result["compiled"]["losses"]) == 6  # of twelve batches, for one epoch
-        assert result["report"]["train"]["diagnostics"]["restored"] == []
         assert result["report"]["train"]["graphs"] == 1
         assert result["warnings"] == []
 

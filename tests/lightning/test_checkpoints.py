@@ -1,12 +1,13 @@
-"""Checkpoints: the keys of the eager module, keys with ``_orig_mod.``, and the state of the callback."""
+"""Checkpoints: the keys of the eager module, keys with ``_orig_mod.``, and no entry of the callback."""
 
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import Classifier, fit, loader, mlp, trainer
@@ -98,63 +99,17 @@ def test_a_key_that_does_not_fit_is_still_an_error():
         module.load_state_dict({f"_orig_mod.{key}": value for key, value in module.state_dict().items()})
 
 
-# ------------------------------------------------------------------------------------------ the state of the callback
-
-
-KEY = "InductorCompile"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The checkpoint of a fit, as data."""
-    path = tmp_path_factory.mktemp("run") / "run.ckpt"
-    fit(InductorCompile(baseline_steps=4, verify="off"), train=20).trainer.save_checkpoint(path)
-    return torch.load(path, weights_only=True)
-
-
-def replaced(name, value):
-    return lambda state: {**state, name: value}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        replaced("of a later version", {"a": 1}),
-        lambda state: None,
-        lambda state: [1],
-        lambda state: 3,
-        lambda state: {},
-        replaced("version", 99),
-        replaced("report", [[1]]),
-        replaced("baselines", {"train": [[["train", "kind", [[4]]], [float("nan")] * 9]]}),
-    ],
-    ids=["whole", "missing", "list", "number", "empty", "version", "report", "baselines"],
-)
-def test_a_state_of_another_form_costs_its_figures(checkpoint, tmp_path, change, request):
-    """A resumed run measures all figures again that the state of the callback does not contain."""
-    changed = copy.deepcopy(checkpoint)
-    states = changed["callbacks"]
-    if (state := change(states.pop(KEY))) is not None:
-        states[KEY] = state
-    torch.save(changed, tmp_path / "changed.ckpt")
-    ours = InductorCompile(baseline_steps=4, verify="off")
-    fit(ours, train=20, max_epochs=2, ckpt_path=tmp_path / "changed.ckpt")
-    report, case = ours.report, request.node.callspec.id
-    str(report)
-    assert report.train.graphs == 1
-    assert report.train.eager_step_ms is not None
-    assert bool(report.train.diagnostics.restored) == (case in ("whole", "report"))
-    assert (report.before is None) == (case not in ("whole", "baselines"))
-
-
-def test_a_checkpoint_that_is_loaded_within_a_run_is_no_resume():
-    class WithRate(Classifier):
-        lr = 0.1
-
-    ours = InductorCompile(baseline_steps=2)
-    fit(ours, LearningRateFinder(num_training_steps=4, update_attr=False), make=WithRate, train=20)
-    assert ours.report.before is None
-    assert ours.report.train.diagnostics.restored == ()
+def test_a_checkpoint_has_no_entry_of_the_callback_and_the_entry_of_an_older_version_is_ignored(tmp_path):
+    fit(InductorCompile(baseline_steps=0), train=4).trainer.save_checkpoint(tmp_path / "run.ckpt")
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert [key for key in checkpoint["callbacks"] if "InductorCompile" in key] == []
+    checkpoint["callbacks"]["InductorCompile"] = {"version": 1, "report": {}, "shapes": {}, "winners": {}}
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    ours = InductorCompile(baseline_steps=5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*callbacks used to create the checkpoint")
+        fit(ours, train=20, max_epochs=2, ckpt_path=tmp_path / "older.ckpt")
+    assert (ours.report.train.graphs, ours.report.train.diagnostics.eager_samples) == (1, 5)
 
 
 def test_the_report_of_a_copy_that_ran_is_that_of_the_original():

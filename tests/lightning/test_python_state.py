@@ -17,7 +17,7 @@ import torch._dynamo
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile
 from compile_callbacks.calls.python_state import StateChanges
-from tests.support.models import FEATURES, Classifier, fit, loader, seeded, trainer
+from tests.support.models import FEATURES, Classifier, fit
 from tests.support.python_state import KINDS, NumpyNormal, OwnRandom, PythonState, RandomSample
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -126,16 +126,6 @@ def test_verify_decides_what_a_constant_generator_does(verify):
     with expected:
         fit(callback, make=lambda: Classifier(NumpyNormal()), validation=None)
     assert callback.report.train.fallbacks == 0
-
-
-def test_resumed_run_without_a_baseline_remembers_which_generators_change(tmp_path):
-    for max_epochs, checkpoint in ((1, None), (2, tmp_path / "last.ckpt")):
-        callback = InductorCompile(baseline_steps=BASELINE_STEPS, targets="net")
-        module, run = seeded(lambda: Classifier(NumpyNormal())), trainer(callback, max_epochs=max_epochs)
-        with pytest.warns(CompileWarning, match=r"numpy\.random changed .*CC306"):
-            run.fit(module, loader(), ckpt_path=checkpoint)
-        run.save_checkpoint(tmp_path / "last.ckpt")
-    assert callback.report.train.graphs == 1
 
 
 def test_equal_generators_of_two_modules_are_not_one_that_is_set_to_the_same_state():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -73,37 +72,6 @@ def test_compiled_steps_that_are_slower_are_warned_about_with_the_remedy(monkeyp
     with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*train_mode='eager'"):
         fit(callback, train=30)
     assert callback.report.train.break_even_steps == math.inf
-
-
-def test_a_resumed_run_knows_its_baseline_and_says_so(tmp_path, monkeypatch):
-    Times(monkeypatch, train=lambda name, workload: 10 if name == "eager" else next(milliseconds))
-    milliseconds = itertools.count(4, 0.001)
-    first = InductorCompile(baseline_steps=5)
-    fit(first, train=16).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    second = InductorCompile(baseline_steps=5)
-    module = fit(second, train=16, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
-    report = second.report
-    assert report.before == first.report
-    assert report.train.eager_step_ms == first.report.train.eager_step_ms
-    assert report.train.diagnostics.restored == ("eager_step_ms", "eager_spread_ms")
-    assert report.train.samples == 5
-    assert report.train.compiled_step_ms != first.report.train.compiled_step_ms
-    assert "train: eager steps were measured in the run before this one" in str(report)
-    assert "the eager steps of the earlier run" in describe_verdict("train", report.train)
-    assert len(module.losses) == 16
-
-
-@pytest.mark.parametrize(("noise", "baseline_steps", "again"), [(0, 6, False), (0, 8, True), (1000, 6, True)])
-def test_a_resumed_run_measures_its_baseline_again_if_asked_to_or_if_it_is_too_noisy(
-    noise, baseline_steps, again, tmp_path, monkeypatch
-):
-    milliseconds = itertools.cycle([10, 10 + noise])
-    Times(monkeypatch, train=lambda name, workload: next(milliseconds) if name == "eager" else 5)
-    fit(InductorCompile(baseline_steps=6), train=20).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    second = InductorCompile(baseline_steps=baseline_steps)
-    fit(second, train=20, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
-    assert bool(second.report.train.diagnostics.restored) == (not again)
-    assert second.report.train.diagnostics.eager_samples == baseline_steps
 
 
 def test_the_table_is_printed_once_after_a_fit(capsys):

@@ -142,11 +142,11 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
 def test_report_from_dict_takes_data_with_missing_unknown_and_mistyped_fields():
     whole = CompileReport(train=PhaseReport(mode="default", compile_seconds=2.5, graphs=1, targets=("net",)))
     data = json.loads(json.dumps(whole.to_dict()))
-    del data["infer"], data["before"], data["train"]["diagnostics"]["events"]
+    del data["infer"], data["train"]["diagnostics"]["events"]
     data["train"] |= {"speedup": "fast", "graphs": None, "recompiles": True, "verdict": "good", "from_the_future": 1}
     found = CompileReport.from_dict(data)
     assert found == CompileReport(train=PhaseReport(mode="default", compile_seconds=2.5, targets=("net",)))
-    assert CompileReport.from_dict({"train": [], "before": 3, "artifacts": "x"}) == CompileReport()
+    assert CompileReport.from_dict({"train": [], "artifacts": "x"}) == CompileReport()
 
 
 def compiled_ids(folder):

@@ -103,15 +103,6 @@ def test_cache_dir_remembers_the_shapes_for_the_next_run(tmp_path):
     assert json.loads(file.read_text())["shapes"] == {"train": {"net": {"args[0]['words']:2": [0, 1]}}}
 
 
-def test_a_resumed_run_remembers_the_shapes(tmp_path):
-    first, again = (InductorCompile(infer_mode=None, baseline_steps=2) for _ in range(2))
-    before = fit(first, make=Words, train=words(*RAGGED_WORDS), validation=None)
-    before.trainer.save_checkpoint(tmp_path / "last.ckpt")
-    torch.compiler.reset()
-    losses(words(*RAGGED_WORDS), again, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
-    assert (first.report.train.graphs, again.report.train.graphs) == (2, 1)
-
-
 def test_validation_outside_of_fit_takes_its_graph_from_the_cache_and_is_no_recompile():
     callback = InductorCompile(None, {"dynamic": False}, baseline_steps=0, targets="net")
     module = seeded(Words)

@@ -168,36 +168,6 @@ class GraphIdle(GraphPass):
         pass
 
 
-def test_resumed_run_equals_one_without_interruption(monkeypatch, tmp_path):
-    Times(monkeypatch, train=UNFUSED_IS_FASTER)
-    first = fit(InductorCompile(Tune(BOTH, steps=5), None), train=50)  # a winner is chosen before the checkpoint
-    first.trainer.save_checkpoint(tmp_path / "run.ckpt")
-    second = InductorCompile(Tune(BOTH, steps=5), None)
-    resumed = fit(second, train=50, max_epochs=6, ckpt_path=tmp_path / "run.ckpt")
-    eager = fit(train=50, max_epochs=6)
-    torch.testing.assert_close(resumed.losses, eager.losses[50:], rtol=1e-3, atol=1e-4)
-    assert second.report.train.mode == UNFUSED.describe()
-    assert second.report.train.speedup == 2.0
-    said = "won in the run that this run resumes"
-    assert trials(second.report.train)[UNFUSED.describe()]["reason"] == said
-    assert {trial["samples"] for trial in trials(second.report.train).values()} == {0}  # measured nothing again
-    second.session.module.trainer.save_checkpoint(tmp_path / "again.ckpt")
-
-    def resume(path, candidates, **settings):
-        ours = InductorCompile(Tune(candidates, steps=5), None, **settings)
-        fit(ours, train=50, max_epochs=9, ckpt_path=path)
-        return trials(ours.report.train)
-
-    assert resume(tmp_path / "again.ckpt", BOTH)[UNFUSED.describe()]["reason"] == said
-    for other in (resume(tmp_path / "run.ckpt", BOTH[::-1]), resume(tmp_path / "run.ckpt", BOTH, targets=["forward"])):
-        assert "not tried" not in {trial["verdict"] for trial in other.values()}  # other conditions
-    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
-    for damaged in (None, 3, {"train": [1]}, {"train": {"config_key": [1], "made_for": 2}}):
-        checkpoint["callbacks"]["InductorCompile"]["winners"] = damaged
-        torch.save(checkpoint, tmp_path / "damaged.ckpt")
-        assert "not tried" not in {trial["verdict"] for trial in resume(tmp_path / "damaged.ckpt", BOTH).values()}
-
-
 def test_a_winner_of_an_earlier_run_is_not_on_trial(monkeypatch, tmp_path):
     """While a candidate is on trial, it may compile any shape, and its warnings wait."""
 
