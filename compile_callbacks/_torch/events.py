@@ -1,13 +1,9 @@
-"""Wraps torch's signals about compiles: start, end, graph breaks, metrics, structured trace, and repro scripts."""
+"""Wraps torch's signals about compiles: start, end, graph breaks and metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -115,59 +111,3 @@ def why_not_cached(guard_misses_before: int) -> str | None:
     if reason := data.get("cache_bypass_reason"):
         return f"torch bypasses its cache: {reason}"
     return "the guards of the cached graph fail" if guard_misses() > guard_misses_before else None
-
-
-@dataclass
-class StructuredTrace:
-    """Writes torch's structured trace to a folder, one file for each process. ``tlparse`` reads it."""
-
-    folder: Path
-    _handler: logging.Handler | None = None
-
-    def start(self) -> None:
-        """Start tracing all compiles of this process."""
-        from torch._logging import _internal, structured
-
-        if self._handler is not None:
-            return
-        self._handler = _internal.LazyTraceHandler(str(self.folder))
-        self._handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
-        _internal.trace_log.addHandler(self._handler)
-        # torch writes the name of each source file only once per process, so write the names that it already knows.
-        for entry in structured.INTERN_TABLE.items():
-            _internal.trace_structured("str", lambda entry=entry: entry, suppress_context=True)  # type: ignore[misc]
-
-    def stop(self) -> None:
-        """Stop tracing, and close the file."""
-        from torch._logging import _internal
-
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            _internal.trace_log.removeHandler(handler)
-            handler.close()
-
-
-def write_repro(
-    folder: Path, name: str, graph: torch.fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], why: str
-) -> Path:
-    """Write a script that compares a graph with eager, and its inputs."""
-    from torch._dynamo.repro.after_dynamo import generate_dynamo_fx_repro_string
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        script = folder / f"repro_{name}_{number}.py"
-        try:
-            script.touch(exist_ok=False)  # fails if another process has used this number
-            break
-        except FileExistsError:
-            continue
-    saved = str(script.with_suffix(".inputs"))
-    text = generate_dynamo_fx_repro_string(graph, inputs, "inductor", check_accuracy=True, save_dir=saved)
-    plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str))}
-    head = (
-        f"# {why}\n# Run this script: it raises AccuracyError if the compiled graph differs from eager.\n"
-        "# The script does not run graph passes.\n"
-    )
-    settings = f"import torch._inductor.config\ntorch._inductor.config.patch({plain!r}).__enter__()\n\nclass Repro("
-    script.write_text(head + text.replace("class Repro(", settings, 1))
-    return script

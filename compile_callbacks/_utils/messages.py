@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _MAX_CHOICES = 20  # more than the modes and templates; a longer list does not help the reader
 
@@ -55,6 +60,42 @@ def check_fields(data: Any, dataclass: type, hint: str = "") -> None:
     for name in data:
         if name not in known:
             raise ValueError(with_code("CC201", unknown("field", name, known) + hint))
+
+
+REMOVED_ARGUMENTS = {
+    "trace_dir": "Write TORCH_TRACE=folder python train.py instead",
+}
+"""The hint for each argument of an earlier version."""
+
+
+def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function refuse an unknown keyword with a hint.
+
+    For a removed argument or an argument of ``torch.compile``, the hint says what to write instead. For any other name,
+    the hint lists similar names.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    called = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        for name, value in kwargs.items():
+            if name not in names:
+                if name in REMOVED_ARGUMENTS:
+                    hint = REMOVED_ARGUMENTS[name]
+                elif name == "mode":
+                    hint = f"Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})"
+                elif name == "backend":
+                    hint = f"The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)"
+                elif name in ("dynamic", "fullgraph", "options", "template", "freezing"):
+                    hint = f"{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
+                else:
+                    near = difflib.get_close_matches(name, names)
+                    hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"
+                raise TypeError(with_code("CC201", f"{called} has no argument {name!r}. {hint}"))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @contextlib.contextmanager

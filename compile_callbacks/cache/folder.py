@@ -32,18 +32,18 @@ _active: list[CompileCache] = []  # the last cache sets the environment
 _environment_before: dict[str, str | None] = {}
 
 
-def check_folder(argument: str, folder: Any) -> Path | None:
-    """Check the path of a folder, which need not exist, and return it as an absolute path."""
+def check_cache_dir(folder: Any) -> Path | None:
+    """Check the path of a ``cache_dir``, which need not exist, and return it as an absolute path."""
     if folder is None:
         return None
-    check_type(argument, folder, (str, os.PathLike), "the path of a folder")
+    check_type("cache_dir", folder, (str, os.PathLike), "the path of a folder")
     name = os.fspath(folder)
     if not name:
-        raise ValueError(with_code("CC401", f"{argument}={folder!r} must name a folder; '.' is the current folder"))
+        raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
     path = Path(name).expanduser().absolute()
     with contextlib.suppress(OSError):  # `begin` warns about a path that this user may not read
         if path.exists() and not path.is_dir():
-            raise ValueError(with_code("CC401", f"{argument}={folder!r} must be a folder, but is a file"))
+            raise ValueError(with_code("CC401", f"cache_dir={folder!r} must be a folder, but is a file"))
     return path
 
 

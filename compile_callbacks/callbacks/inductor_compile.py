@@ -13,14 +13,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_type, describe_failure, explain_unknown_arguments, in_one_line
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
 from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.session.arguments import CompileArguments, explain_unknown_arguments
+from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.tuning.tune import PhaseMode
 
@@ -68,9 +68,6 @@ class InductorCompile(Callback):
             missing folder. The folder must belong to you, because torch runs the code in it. If ``None``, torch uses
             its own folder.
         keep_compiled: Whether the module stays compiled after the run. The grad mode of a call then selects the phase.
-        trace_dir: The folder for torch's structured trace of the run, which ``tlparse`` reads. The trace contains all
-            compiles of the process, including your own. If verification finds a difference, the folder also gets a
-            script that reproduces the difference. If ``None``, torch writes no trace.
 
     Raises:
         ValueError: If a value is not one of the choices. The callback resolves ``targets`` when the trainer starts.
@@ -100,7 +97,6 @@ class InductorCompile(Callback):
         new_shapes: NewShapes = "recompile",
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
-        trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         check_type("keep_compiled", keep_compiled, bool, "True or False")
         given: dict[str, Any] = {
@@ -114,7 +110,6 @@ class InductorCompile(Callback):
             "verify": verify,
             "new_shapes": new_shapes,
             "cache_dir": cache_dir,
-            "trace_dir": trace_dir,
         }
         self.arguments = CompileArguments.checked(**given)
         self.keep_compiled = keep_compiled

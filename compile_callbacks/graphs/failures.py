@@ -42,7 +42,6 @@ class TargetSettings:
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
-    trace_dir: Path | None = None  # the folder for scripts that reproduce a difference from eager
     requests: RequestQueue | None = None  # the graphs that another process compiles
 
     def __post_init__(self) -> None:

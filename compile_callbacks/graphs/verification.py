@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import CompileError, with_code
-from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs.accuracy import (
     COMPARISON_BYTES,
     Comparison,
@@ -64,7 +63,7 @@ class Verification:
             return self.compiled(*inputs)
         try:
             comparison = self._run_and_compare(inputs, self._names(inputs))
-            self.rejected = not self._react_to(comparison, self._write_repro(comparison, inputs))
+            self.rejected = not self._react_to(comparison)
         except torch.OutOfMemoryError as error:  # from the user's own call
             self._react_to(_not_compared(error))
             raise
@@ -87,7 +86,7 @@ class Verification:
         self.fallback.eventful_call().runs_target_eagerly = True
         self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
 
-    def _react_to(self, comparison: Comparison, repro: str = "") -> bool:
+    def _react_to(self, comparison: Comparison) -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
         if comparison.verdict == "differs" and self.fallback.has_regions:
             self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
@@ -121,7 +120,6 @@ class Verification:
         known = "numerics" in _torch.inductor.option_names()
         if rounds and known and self.options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
-        message += repro
         if settings.verify == "raise":
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
         if settings.verify == "eager":
@@ -134,20 +132,6 @@ class Verification:
             self.fallback.recorder.record("fallback", self.fallback.key, reason=reason)
         self.fallback.warn("CC302", message)
         return not rejects
-
-    def _write_repro(self, comparison: Comparison, inputs: Sequence[Any]) -> str:
-        """Write a script that reproduces a difference to ``trace_dir``, if set. Return a part of the message."""
-        folder = self.fallback.settings.trace_dir
-        if folder is None or comparison.verdict != "differs":
-            return ""
-        target, phase = self.fallback.key[:2]
-        name = re.sub(r"\W", "_", f"{target}_{phase}")
-        why = f"Target {target!r} differs from eager in the {phase} phase: {in_one_line(comparison.reason or '')}"
-        try:
-            script = _torch.events.write_repro(folder, name, self.eager, inputs, self.options, why)
-        except Exception as error:
-            return f"; no script reproduces the difference: {in_one_line(describe_failure(error))}"
-        return f"; {script} reproduces the difference"
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
-from compile_callbacks.cache.folder import check_folder
+from compile_callbacks.cache.folder import check_cache_dir
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
@@ -47,7 +44,6 @@ class CompileArguments:
         cache_dir: str | os.PathLike[str] | None,
         baseline_steps: int = 0,
         background: bool = False,
-        trace_dir: str | os.PathLike[str] | None = None,
         **target_settings: Any,
     ) -> CompileArguments:
         """Check the arguments that a user gave."""
@@ -69,8 +65,7 @@ class CompileArguments:
             target_settings=TargetSettings(
                 **target_settings,
                 passes=checked_passes,
-                cache_dir=check_folder("cache_dir", cache_dir),
-                trace_dir=check_folder("trace_dir", trace_dir),
+                cache_dir=check_cache_dir(cache_dir),
             ),
             baseline_steps=baseline_steps,
         )
@@ -98,7 +93,7 @@ class CompileArguments:
             messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
         settings = self.target_settings
         given: dict[str, object] = {"passes": settings.passes, "cache_dir": settings.cache_dir}
-        given |= {"trace_dir": settings.trace_dir, "background": self.background, **others}
+        given |= {"background": self.background, **others}
         if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
             messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         return messages
@@ -108,31 +103,3 @@ class CompileArguments:
         given = [settings.passes for settings in (self.target_settings, *self.configs.values()) if settings is not None]
         recorders = {id(p): p for passes in given for p in passes if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]
-
-
-def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function refuse an unknown keyword with a hint.
-
-    For the arguments of ``torch.compile``, the hint names the argument to use instead. For any other name, the hint
-    lists similar names.
-    """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    called = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name, value in kwargs.items():
-            if name not in names:
-                if name == "mode":
-                    hint = f"Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})"
-                elif name == "backend":
-                    hint = f"The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)"
-                elif name in ("dynamic", "fullgraph", "options", "template", "freezing"):
-                    hint = f"{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
-                else:
-                    near = difflib.get_close_matches(name, names)
-                    hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"
-                raise TypeError(with_code("CC201", f"{called} has no argument {name!r}. {hint}"))
-        return function(*args, **kwargs)
-
-    return checked

@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks._utils.errors import warn_user, with_code
+from compile_callbacks._utils.messages import explain_unknown_arguments
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
 from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.session.arguments import CompileArguments, explain_unknown_arguments
+from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets

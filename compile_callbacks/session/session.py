@@ -97,7 +97,6 @@ class Session:
             warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
         )
         self._helper = None if self._requests is None else Helper(self._requests, self._warnings.helper_failed)
-        self._trace = _torch.events.StructuredTrace(settings.trace_dir) if settings.trace_dir else None
         self.gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
@@ -148,8 +147,6 @@ class Session:
             known = self._model_record.load()
             self._observed.restore(known["shapes"])
             self._progress.restore(known["compile_seconds"])
-        if self._trace is not None:
-            self._trace.start()
         self._recorder.listen()
         self._switch.install()
         targets = [target.name for target in self._switch.targets]
@@ -169,7 +166,6 @@ class Session:
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,
-            *((self._trace.stop,) if self._trace is not None else ()),
             *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
             functools.partial(self._switch.select_by_grad_mode, chosen) if keep_compiled else self._switch.remove,
         )

@@ -1,18 +1,13 @@
-"""``compile_report.json`` and ``trace_dir``: their paths and contents. A failure to write them does not end a run."""
+"""``compile_report.json``: its path and contents. A failure to write it does not end a run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
 import pytest
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -20,7 +15,6 @@ from compile_callbacks import CompileReport, CompileWarning, InductorCompile, Ph
 from compile_callbacks.report.data import FILE_NAME
 from tests.support import models
 from tests.support.models import Classifier, LoggerIn, RecordingLogger, loader, trainer
-from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -147,43 +141,3 @@ def test_report_from_dict_takes_data_with_missing_unknown_and_mistyped_fields():
     found = CompileReport.from_dict(data)
     assert found == CompileReport(train=PhaseReport(mode="default", compile_seconds=2.5, targets=("net",)))
     assert CompileReport.from_dict({"train": [], "artifacts": "x"}) == CompileReport()
-
-
-def compiled_ids(folder):
-    """The compile ids of the trace in a folder, and whether the names of all source files are known."""
-    (file,) = folder.glob("dedicated_log_torch_trace_*.log")
-    records = [json.loads(line.partition("] ")[2]) for line in file.read_text().splitlines() if line.startswith("V")]
-    names = {record["str"][1] for record in records if "str" in record}
-    frames = [frame for record in records if "stack" in record for frame in record["stack"]]
-    assert {frame["filename"] for frame in frames} <= names
-    return {record["frame_id"] for record in records if "frame_id" in record}
-
-
-@pytest.mark.all_versions
-def test_each_run_writes_a_trace_of_the_compiles_of_the_process(tmp_path):
-    handlers = list(logging.getLogger("torch.__trace").handlers)
-    for run in ("first", "second"):
-        fit(tmp_path, InductorCompile("default", None, baseline_steps=0, trace_dir=tmp_path / run))
-        assert compiled_ids(tmp_path / run)
-        torch._dynamo.reset()
-    assert set(logging.getLogger("torch.__trace").handlers) <= set(handlers)
-
-
-@pytest.mark.all_versions
-def test_a_difference_from_eager_is_a_script(tmp_path):
-    callback = InductorCompile(
-        "default", None, passes=[WrongForward("train")], baseline_steps=0, trace_dir=tmp_path, verify="warn"
-    )
-    with pytest.warns(CompileWarning, match=r"differs from eager.*repro_net_train_1\.py reproduces the difference"):
-        fit(tmp_path, callback)
-    script = tmp_path / "repro_net_train_1.py"
-    assert "Target 'net' differs from eager in the train phase: output 0" in script.read_text()
-    # Without the wrong pass, the graph is right, and the script ends without an error.
-    subprocess.run([sys.executable, script], check=True, env=os.environ, cwd=tmp_path, capture_output=True)
-
-
-@pytest.mark.all_versions
-@pytest.mark.parametrize(("value", "error"), [("", ValueError), (3, TypeError), (b"trace", TypeError)])
-def test_a_value_that_is_not_a_path_is_refused(value, error):
-    with pytest.raises(error, match=r"trace_dir=.* must "):
-        InductorCompile(trace_dir=value)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from compile_callbacks.cache.folder import CompileCache, ModelRecord, check_folder
+from compile_callbacks.cache.folder import CompileCache, ModelRecord, check_cache_dir
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -80,9 +80,9 @@ def test_a_folder_that_cannot_be_used_costs_the_cache_only(tmp_path, spoil, said
         (__file__, ValueError, "must be a folder, but is a file"),
     ],
 )
-def test_check_folder_names_the_argument_and_the_value(folder, error, message):
+def test_check_cache_dir_names_the_argument_and_the_value(folder, error, message):
     with pytest.raises(error, match=message):
-        check_folder("cache_dir", folder)
+        check_cache_dir(folder)
 
 
 # ------------------------------------------------------------------------------------------ the file of a model
