@@ -123,7 +123,7 @@ def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: floa
             simulated.seconds += COMPILE_SECONDS
         seconds = [simulated.step_seconds(compiled=compiled) for _ in range(2 + WARMUP_STEPS + tune.steps)]
         milliseconds = [1000 * one for one in seconds[2 + WARMUP_STEPS :]]
-        tuner.block_ends(Block(milliseconds, sum(seconds), COMPILE_SECONDS, steps=len(seconds)))
+        tuner.block_ends(Block(milliseconds, COMPILE_SECONDS, steps=len(seconds)))
         if tuner.needs_candidates:
             tuner.start([Trial(Variant(None, "default"))])
     return "no difference" if tuner.winner == "eager" else "faster"

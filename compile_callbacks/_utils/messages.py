@@ -59,11 +59,16 @@ def check_fields(data: Any, dataclass: type, hint: str = "") -> None:
     known = [field.name for field in dataclasses.fields(dataclass)]
     for name in data:
         if name not in known:
+            hint = f" {REMOVED_ARGUMENTS[name]}" if name in REMOVED_ARGUMENTS else hint
             raise ValueError(with_code("CC201", unknown("field", name, known) + hint))
 
 
 REMOVED_ARGUMENTS = {
+    "new_shapes": "A call that the code does not fit runs eagerly; "
+    'torch.compiler.set_stance("fail_on_recompile") around trainer.fit raises instead',
     "trace_dir": "Write TORCH_TRACE=folder python train.py instead",
+    "budget_seconds": "It has no replacement: a Tune ends by itself",
+    "min_speedup": "It has no replacement: a Tune always needs the same speedup",
 }
 """The hint for each argument of an earlier version."""
 
@@ -75,6 +80,7 @@ def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     the hint lists similar names.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
+    has_phases = "train_mode" in names
     called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -83,11 +89,11 @@ def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if name not in names:
                 if name in REMOVED_ARGUMENTS:
                     hint = REMOVED_ARGUMENTS[name]
-                elif name == "mode":
+                elif name == "mode" and has_phases:
                     hint = f"Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})"
-                elif name == "backend":
+                elif name == "backend" and has_phases:
                     hint = f"The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)"
-                elif name in ("dynamic", "fullgraph", "options", "template", "freezing"):
+                elif name in ("dynamic", "fullgraph", "options", "template", "freezing") and has_phases:
                     hint = f"{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
                 else:
                     near = difflib.get_close_matches(name, names)

@@ -14,7 +14,7 @@ from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.steps import Workload
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
-"""The result of a candidate. ``"not faster"``: not faster than eager by ``min_speedup`` and by more than noise.
+"""The result of a candidate. ``"not faster"``: not faster than eager by 1% and by more than noise.
 ``"not compared"``: too few steps can be compared. ``"not tried"``: never compiled.
 """
 
@@ -23,7 +23,6 @@ class Block(NamedTuple):
     """The measurements of a block of steps with one candidate."""
 
     milliseconds: Sequence[float]  # of the steps that can be compared
-    seconds: float  # of all steps, including compile time
     compile_seconds: float = 0.0  # the compile time of the candidate so far
     problem: tuple[Verdict, str] | None = None  # the reason why the candidate cannot win
     steps: int = 0

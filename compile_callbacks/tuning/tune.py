@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.import_ref import class_and_arguments
-from compile_callbacks._utils.messages import check_fields, check_type, part_of
+from compile_callbacks._utils.messages import check_fields, check_type, explain_unknown_arguments, part_of
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
@@ -33,40 +32,26 @@ class Tune:
             candidates that cannot amortize their compile time in the rest of the run.
         steps: The number of timed steps in a block, at least 5. Eager and each candidate run one block. Then eager and
             the fastest candidate run one more block each, or up to ten if noise hides which is faster.
-        budget_seconds: The maximum time for the steps that try candidates, including compile time. After that, the
-            callback chooses the best candidate so far. It does not interrupt a running compile. If ``None``, the time
-            is not limited.
-        min_speedup: The speedup over eager that a candidate needs, at least 1.
 
     Raises:
-        ValueError: If eager is the only candidate, a mode is unknown, or a number is out of range.
-        TypeError: If an argument has the wrong type.
+        ValueError: If eager is the only candidate, a mode is unknown, or ``steps`` is out of range.
+        TypeError: If an argument has the wrong type or is unknown.
 
     Example::
 
-        >>> Tune(["default", "reduce-overhead"], budget_seconds=60).describe()
-        'tune(default | reduce-overhead, budget_seconds=60)'
+        >>> Tune(["default", "reduce-overhead"], steps=20).describe()
+        'tune(default | reduce-overhead, steps=20)'
     """
 
     candidates: str | Sequence[Mode]
     _: KW_ONLY
     steps: int = 10
-    budget_seconds: float | None = None
-    min_speedup: float = 1.01
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "candidates", _checked(self.candidates))
         check_type("steps", self.steps, int, "an integer")
-        check_type("min_speedup", self.min_speedup, (int, float), "a number")
-        check_type("budget_seconds", self.budget_seconds, (int, float, type(None)), "a number or None")
-        message = ""
         if self.steps < MIN_SAMPLES:
             message = f"steps={self.steps!r} must be {MIN_SAMPLES} or more: fewer samples prove nothing"
-        elif self.budget_seconds is not None and not 0 < self.budget_seconds < math.inf:
-            message = f"budget_seconds={self.budget_seconds!r} must be positive and finite, or None"
-        elif not 1 <= self.min_speedup < math.inf:
-            message = f"min_speedup={self.min_speedup!r} must be finite and 1 or more: eager wins otherwise"
-        if message:
             raise ValueError(with_code("CC201", message))
 
     @property
@@ -102,6 +87,8 @@ class Tune:
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
+
+Tune.__init__ = explain_unknown_arguments(Tune.__init__)  # type: ignore[method-assign]
 
 PhaseMode = str | Mapping[str, Any] | InductorConfig | Tune | None
 """The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""

@@ -24,6 +24,9 @@ LEVEL = 0.99
 """The confidence level of the comparison with eager. It is stricter than in the report, because a `Tune` compares each
 candidate with eager, and one false result of them is enough for a wrong choice."""
 
+MIN_SPEEDUP = 1.01
+"""The speedup over eager that a candidate needs."""
+
 MAX_BLOCKS = 4
 """The number of blocks after which a candidate without enough samples is not compared."""
 
@@ -66,7 +69,6 @@ class Tuner:
         self._round_steps = 0  # the steps of such a round
         self._shapes_repeat = True
         self._new_shapes_ms: list[float] = []  # of eager
-        self._budget_left = math.inf if tune.budget_seconds is None else tune.budget_seconds
 
     @property
     def needs_candidates(self) -> bool:
@@ -111,14 +113,13 @@ class Tuner:
     def block_ends(self, block: Block) -> None:
         """End a block of `candidate`."""
         trial = self._turns[0]
-        self._budget_left -= block.seconds
         self.steps_left -= block.steps
         self._round_steps = 2 * block.steps
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
         trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
         self._new_shapes_ms += block.new_shapes_ms if trial is self._eager else ()
-        is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None and self._budget_left > 0
+        is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None
         if is_short and len(trial.blocks) < _max_blocks(trial, block):
             return
         if is_short and trial is self._eager:
@@ -129,14 +130,8 @@ class Tuner:
             trial.decide(*block.problem)  # a break can be the reason for a failure: the recompile limit
         if self._finalist is None:  # in the final, new shapes may compile more graphs
             self._heal(trial, block)
-        if len(self.trials) == 1:
-            return
-        if self._budget_left > 0:
+        if len(self.trials) > 1:
             self._next_turn()
-        else:
-            self.complete = False
-            leader = self._finalist or self._fastest()
-            self._choose_if_clear(leader, f"budget_seconds={self._tune.budget_seconds:g} was used up")
 
     def adopt(self, name: str, reason: str) -> None:
         """Choose a candidate that won in an earlier run or on another rank."""
@@ -184,19 +179,14 @@ class Tuner:
     def _why_not_compiled(self, trial: Trial) -> tuple[str, bool] | None:
         """Return the reason why a candidate is not worth its compile time, or ``None`` if it may be.
 
-        The second value tells whether it would be tried in a longer run, or with a larger budget.
+        The second value tells whether it would be tried in a longer run.
         """
         eager_ms = self._eager.median_ms
-        if eager_ms is None:
+        if eager_ms is None or self._tune.candidates != AUTO:
             return None
         best_ms = min([eager_ms, *(ms for tried in self._undecided() if (ms := tried.median_ms))])
         costs = [tried.compile_seconds / _cost(tried) for tried in self.trials.values() if tried.compile_seconds]
         seconds = max(costs, default=_FIRST_COMPILE_SECONDS[self._device_type]) * _cost(trial)
-        if costs and seconds > self._budget_left:
-            left = f"{self._budget_left:.1f} s of budget_seconds are left"
-            return f"compiling takes about {seconds:.0f} s, and {left}", True
-        if self._tune.candidates != AUTO:
-            return None
         steps_left = max(0.0, self.steps_left)
         lowest_ms = self._lowest_plausible_ms(trial, eager_ms, best_ms)
         if lowest_ms >= best_ms:
@@ -221,8 +211,6 @@ class Tuner:
     def _fastest(self) -> Trial | None:
         """Return the fastest candidate that is faster than eager. Exclude the candidates that are not faster."""
         for trial in self._undecided():
-            if not trial.blocks:
-                continue
             if (samples := min(len(trial.samples), len(self._eager.samples))) < MIN_SAMPLES:
                 trial.decide("not compared", f"only {samples} steps can be compared")
             elif not self._is_faster(trial):
@@ -231,7 +219,7 @@ class Tuner:
         fastest = min(measured, key=lambda pair: pair[0])[1] if measured else None
         if fastest is not None and (base := fastest.unhealed) in self._undecided():
             comparison = compare(base.blocks, fastest.blocks, LEVEL) if base is not None else None
-            if comparison is None or comparison.low <= self._tune.min_speedup:
+            if comparison is None or comparison.low <= MIN_SPEEDUP:
                 fastest.decide("not faster", f"{fastest.effect()}, which is within noise")
                 return self._fastest()
         return fastest
@@ -244,18 +232,18 @@ class Tuner:
         return may_win and self._rounds < MAX_ROUNDS and not self._is_clear(finalist)
 
     def _lost_rounds(self, finalist: Trial) -> int:
-        """Return the number of rounds in which the finalist was not faster than eager by ``min_speedup``."""
+        """Return the number of rounds in which the finalist was not faster than eager by `MIN_SPEEDUP`."""
         rounds = zip(self._eager.blocks[-self._rounds :], finalist.blocks[-self._rounds :], strict=True)
         medians = [(median_ms(eager), median_ms(compiled)) for eager, compiled in rounds]
-        return sum(not (ours and theirs and ours * self._tune.min_speedup < theirs) for theirs, ours in medians)
+        return sum(not (ours and theirs and ours * MIN_SPEEDUP < theirs) for theirs, ours in medians)
 
     def _is_clear(self, trial: Trial) -> bool:
-        """Return whether a trial is faster than eager by ``min_speedup`` and by more than noise.
+        """Return whether a trial is faster than eager by `MIN_SPEEDUP` and by more than noise.
 
         Each block is a window of `compare`, so a disturbance of one block decides nothing.
         """
         comparison = compare(self._eager.blocks, trial.blocks, LEVEL)
-        return comparison is not None and comparison.low > self._tune.min_speedup
+        return comparison is not None and comparison.low > MIN_SPEEDUP
 
     def _wins_by_rounds(self, trial: Trial) -> bool:
         """Return whether a trial has won the final although disturbances are frequent.
@@ -265,19 +253,16 @@ class Tuner:
         ran_all = trial is self._finalist and self._rounds == MAX_ROUNDS and not self._turns
         return ran_all and self._lost_rounds(trial) <= MAX_LOST_ROUNDS
 
-    def _choose_if_clear(self, fastest: Trial | None, reason: str | None = None) -> None:
+    def _choose_if_clear(self, fastest: Trial | None) -> None:
         """Choose a candidate if it is faster than eager by more than noise. Else, choose eager."""
         if fastest is not None and fastest.verdict != "undecided":
             fastest = None
-        is_clear = fastest is not None and self._is_clear(fastest)
+        is_clear, reason = fastest is not None and self._is_clear(fastest), None
         if fastest is not None and not is_clear and self._wins_by_rounds(fastest):
             won = MAX_ROUNDS - self._lost_rounds(fastest)
             is_clear, reason = True, fastest.effect() or f"it was faster than eager in {won} of {MAX_ROUNDS} rounds"
-        for trial in self._undecided():
-            if not trial.blocks:
-                trial.decide("not tried", reason)
-            elif not is_clear:
-                trial.decide("not faster", f"{self._speedup(trial)}, which is within noise")
+        for trial in () if is_clear else self._undecided():
+            trial.decide("not faster", f"{self._speedup(trial)}, which is within noise")
         self._choose(fastest if fastest is not None and is_clear else self._eager, reason)
 
     def _choose(self, winner: Trial, reason: str | None = None) -> None:
@@ -287,9 +272,9 @@ class Tuner:
         winner.decide("chosen", reason or winner.effect())
 
     def _is_faster(self, trial: Trial) -> bool:
-        """Return whether the median is below eager's median by ``min_speedup``. This ignores noise."""
+        """Return whether the median is below eager's median by `MIN_SPEEDUP`. This ignores noise."""
         ms, eager_ms = trial.median_ms, self._eager.median_ms
-        return ms is not None and eager_ms is not None and ms * self._tune.min_speedup < eager_ms
+        return ms is not None and eager_ms is not None and ms * MIN_SPEEDUP < eager_ms
 
     def _speedup(self, trial: Trial) -> str:
         return f"{(self._eager.median_ms or 0.0) / (trial.median_ms or math.inf):.2f} times as fast as eager"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -103,7 +102,6 @@ class TuningPolicy:
         if step.span is not None:
             self._timed.append((step.workload, step.span, step.is_sample))
         self._block_steps += 1
-        self._block_seconds += time.perf_counter() - step.began
         if self._block_steps >= self._steps_per_block:
             self._block_ends()
 
@@ -148,7 +146,7 @@ class TuningPolicy:
 
     def _begin_block(self) -> None:
         self._timed: list[tuple[Workload, Span, bool]] = []  # whether it is a sample, not the first with its shapes
-        self._block_steps, self._block_seconds = 0, 0.0
+        self._block_steps = 0
         self._first_event_of_block = len(self._recorder.events)
 
     def _block_ends(self) -> None:
@@ -188,7 +186,6 @@ class TuningPolicy:
 
     def _block(self) -> Block:
         """Return the measurements of this rank."""
-        began = time.perf_counter()
         self._recorder.collect()
         compared = (self._compared,)
         milliseconds: dict[bool, list[float]] = {True: [], False: []}
@@ -197,12 +194,10 @@ class TuningPolicy:
                 milliseconds[is_sample].append(span.milliseconds())  # synchronizes the GPU
         compiles = [event for event in self._events() if event.kind in ("compile", "background")]
         compile_seconds = sum(event.seconds or 0 for event in compiles)
-        seconds = self._block_seconds + time.perf_counter() - began
         breaks = [event.reason or "" for event in self._events() if event.kind == "graph_break"]
         settings = healing_settings(breaks)[0] if self._tune.candidates == AUTO else {}
         return Block(
             milliseconds[True],
-            seconds,
             compile_seconds,
             self._problem(),
             self._block_steps,

@@ -158,8 +158,8 @@ def test_a_line_says_why_a_tune_keeps_eager():
     assert one == f"eager kept: default not tried ({short})"
     two = tuned(eager, ("default", "not faster", "1.01x"), ("m", "not tried", short), net_seconds_saved=-20.0)
     assert two == "eager kept: default not faster, m not tried; lost 20 s so far"
-    budget = tuned(("eager", "chosen", "the budget was used up"), ("default", "beaten", None), ("m", "not tried", "x"))
-    assert budget == "eager kept: default beaten, m not tried (the budget was used up)"
+    earlier = tuned(("eager", "chosen", "won in an earlier run"), ("default", "beaten", None), ("m", "not tried", "x"))
+    assert earlier == "eager kept: default beaten, m not tried (won in an earlier run)"
     undecided = tuned(("eager", "undecided", None), ("default", "undecided", None), mode="tune(default)")
     assert undecided == "no candidate is chosen yet: the phase ran too few steps"
 
