@@ -142,7 +142,7 @@ class CompiledFunction:
         later frame runs eagerly alone, so that nothing runs twice.
         """
         if frame.code in self.eager_frames:
-            self._recorder.executions.eager_calls += 1
+            self._recorder.part_runs_eagerly()
             return _torch.frames.run_frame_eagerly()
         is_own = frame.code is self._code
         if frame.code.co_filename.startswith(_PACKAGE) and not (is_own or frame.code.co_filename.endswith(_TRACED)):
@@ -173,7 +173,7 @@ class CompiledFunction:
             if is_own:
                 raise
             call.failed_frames += (frame.code,)
-            self._recorder.executions.eager_calls += 1
+            self._recorder.part_runs_eagerly()
             return _torch.frames.run_frame_eagerly()
 
     @contextlib.contextmanager

@@ -103,7 +103,7 @@ class CompiledTarget:
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
         may_run_eagerly = may_run_eagerly or self._warnings or (self.compiles_whole and self._fallback.has_regions)
         if (may_run_eagerly or transformed) and self._runs_call_eagerly(outer, args, kwargs):
-            executions.eager_calls += 1
+            self._count_eager_call(executions.graphs)
             return member.eager(*args, **kwargs)
         compiled = function.call
         if compiled is None or self._frozen or hooks_changed:
@@ -117,7 +117,7 @@ class CompiledTarget:
         stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         if self._state_changes is not None:
             self._state_changes.call_begins(member.module)
-        graphs_before, eager_before = executions.graphs, executions.eager_calls
+        graphs_before = executions.graphs
         calling.current = call = CallInProgress()
         call.key, call.args, call.kwargs, call.nested_calls_eager = self.key, args, kwargs, stance is not None
         try:
@@ -131,8 +131,9 @@ class CompiledTarget:
                 raise
         finally:
             calling.current = outer
-            if executions.graphs == graphs_before and executions.eager_calls == eager_before:
-                executions.eager_calls += 1  # torch ran none of its graphs, for example at its recompile limit
+            # torch runs none of its graphs for example at its recompile limit.
+            if call.partly_eager or executions.graphs == graphs_before:
+                self._count_eager_call(graphs_before)
         if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
         if call.eventful or self._state_changes is not None:
@@ -144,6 +145,14 @@ class CompiledTarget:
                 self._store_outcome(call)
             self._issue_warnings()
         return result
+
+    def _count_eager_call(self, graphs_before: int) -> None:
+        """Count a call that ran eagerly, or of which a part did."""
+        executions = self._executions
+        executions.eager_calls[self.key] += 1
+        # If the same part runs eagerly in each call, its step times can be compared.
+        varies = executions.graphs == graphs_before or self.backend.waits
+        executions.mixed_calls += self.backend.graphs > 0 and varies
 
     def _store_outcome(self, call: CallInProgress) -> None:
         self._runs_target_eagerly |= call.runs_target_eagerly

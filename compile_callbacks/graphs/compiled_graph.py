@@ -28,7 +28,7 @@ class EagerGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        self.fallback.recorder.executions.eager_calls += 1
+        self.fallback.recorder.part_runs_eagerly()
         try:
             with _torch.modes.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
@@ -86,7 +86,7 @@ class CompiledGraph:
             outputs = self.compiled(*inputs) if verification is None else verification.call(inputs)
         if verification is not None and verification.rejected:
             self.eager = EagerGraph(verification.eager, verification.fallback)
-            self.executions.eager_calls += 1
+            verification.fallback.recorder.part_runs_eagerly()
             return outputs
         self.executions.graphs += 1
         self.run = self.compiled

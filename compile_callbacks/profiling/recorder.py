@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from compile_callbacks import _torch
@@ -26,6 +27,7 @@ class CallInProgress:
         args: The positional arguments.
         kwargs: The keyword arguments.
         nested_calls_eager: Whether other targets run eagerly within this call.
+        partly_eager: Whether a part of the call ran eagerly.
         code: The code of the frame that Dynamo converts.
         eventful: Whether any attribute below differs from its default.
         traced: Whether Dynamo traced a frame.
@@ -52,7 +54,7 @@ class CallInProgress:
     key: CompileKey
     args: Any = ()
     kwargs: Any = None
-    nested_calls_eager = False
+    nested_calls_eager = partly_eager = False
     code: types.CodeType | None = None
 
 
@@ -62,11 +64,13 @@ class Executions:
 
     Attributes:
         graphs: Number of executions of compiled graphs.
-        eager_calls: Number of calls, parts of calls and captured graphs that ran eagerly in steps that compile.
+        eager_calls: Number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
+        mixed_calls: Number of those calls for which other calls of the target run a compiled graph.
     """
 
     graphs: int = 0
-    eager_calls: int = 0
+    eager_calls: Counter[CompileKey] = field(default_factory=Counter)
+    mixed_calls: int = 0
 
 
 class _Calling(threading.local):
@@ -261,6 +265,11 @@ class CompileRecorder:
         breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
         reason = next((event.reason for event in breaks if (event.file, event.line) == where), None)
         return at_graph_break(explained, *where, reason)
+
+    def part_runs_eagerly(self) -> None:
+        """Note that a part of the running call runs eagerly."""
+        if (call := self.calling.current) is not None:
+            call.partly_eager = True
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""

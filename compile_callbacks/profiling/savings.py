@@ -44,8 +44,8 @@ def savings(timer: StepTimer, phase: Phase, variant: str | None = None, other_se
             cost_ms += steps * (waiting_ms.get(key.stage, 0.0) - eager_ms.get(key.stage, 0.0)) if waiting_ms else 0.0
         elif key.kind != "eager" and key.stage in eager_ms:
             compiled_ms = _typical_ms(timer.windows(phase, key.variant, key.kind)).get(key.stage, 0.0)
-            share = _saved_share(timer.times(phase, key.variant, key.kind)) or 0.0
-            if (key.variant, key.kind) == (variant, reported.kind):
+            share = _saved_share(timer.times(phase, key.variant)) or 0.0
+            if key.variant == variant:
                 saved_ms, count = saved_ms + steps * compiled_ms * share, count + steps
             else:
                 cost_ms -= steps * compiled_ms * share

@@ -40,13 +40,11 @@ class StepTimes:
         eager_ms: Eager samples, in milliseconds.
         windows: Compiled samples, in milliseconds, in the windows in which they were measured.
         workload: The workload, or ``None`` if there are no samples.
-        kind: Whether ``windows`` are times of compiled or of partly compiled steps.
     """
 
     eager_ms: tuple[float, ...] = ()
     windows: tuple[tuple[float, ...], ...] = ()
     workload: Workload | None = None
-    kind: StepKind = "compiled"
 
     @property
     def compiled_ms(self) -> tuple[float, ...]:
@@ -118,7 +116,8 @@ class StepTimer:
     On a GPU, the timer uses CUDA events, and reads them after the GPU has passed them, so that it does not synchronize
     training. The time of a step is not a sample if torch compiles during the step, or if the step is the first with new
     shapes. The `WARMUP_STEPS` steps after a compile, and after a change between eager and compiled, give no sample
-    either. Samples are only compared with samples of equal workload.
+    either, and neither does a step in which a call ran eagerly although its target has a compiled graph. Samples are
+    only compared with samples of equal workload.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -158,10 +157,10 @@ class StepTimer:
         span.stop()
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         is_new = not step.compiling and workload is not None and self._is_new(key, workload)
-        # A step that ran eagerly although its variant compiles is a sample of neither.
-        is_eager_sample = step.kind != "eager" or step.variant.config is None
-        step.is_sample = is_warm and workload is not None and not is_new and is_eager_sample
-        step.span = span if is_warm and workload is not None else None
+        # A step that ran eagerly although its variant compiles is a sample of neither, and nor is a mixed step.
+        is_of_kind = not step.mixed and (step.kind != "eager" or step.variant.config is None)
+        step.is_sample = is_warm and workload is not None and not is_new and is_of_kind
+        step.span = span if is_warm and workload is not None and not step.mixed else None
         timed = _Timed(self._numbers[phase], workload if step.is_sample else None, span)
         if step.compiling:
             record.add(timed)
@@ -225,23 +224,18 @@ class StepTimer:
                     by_workload[workload] = [*by_workload.pop(workload, ()), tuple(ms)]
         return {workload: tuple(windows) for workload, windows in by_workload.items()}
 
-    def times(self, phase: Phase, variant: str | None = None, kind: StepKind | None = None) -> StepTimes:
+    def times(self, phase: Phase, variant: str | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 
-        Without a ``kind``, if most steps were partly compiled, the times are those of partly compiled steps. If several
-        workloads have the same number, the latest is returned.
+        If several workloads have the same number, the latest is returned.
         """
-        if kind is None:
-            steps = self.steps(phase, variant)
-            kind = "partly compiled" if steps["partly compiled"] > steps["compiled"] else "compiled"
-        eager = self.baseline(phase)
-        compiled = self.windows(phase, variant, kind)
+        eager, compiled = self.baseline(phase), self.windows(phase, variant)
         counts = {workload: sum(map(len, windows)) for workload, windows in compiled.items()}
         counts = counts or {workload: len(ms) for workload, ms in eager.items()}
         if not counts:
-            return StepTimes(kind=kind)
+            return StepTimes()
         workload = max(reversed(counts), key=counts.__getitem__)
-        return StepTimes(eager.get(workload, ()), compiled.get(workload, ()), workload=workload, kind=kind)
+        return StepTimes(eager.get(workload, ()), compiled.get(workload, ()), workload=workload)
 
     def totals(self, phase: Phase) -> Iterator[tuple[StepKey, int, float]]:
         """Yield the number of steps of each kind and stage, and the milliseconds of those that were timed."""

@@ -12,13 +12,8 @@ from compile_callbacks._utils.signatures import TensorSignature
 from compile_callbacks.config.variant import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.spans import Span
 
-StepKind = Literal["eager", "partly compiled", "compiled"]
-"""The kind of a step, by the code that ran in it.
-
-- ``"compiled"``: compiled graphs.
-- ``"partly compiled"``: compiled graphs, and also a call of a target that ran eagerly.
-- ``"eager"``: no compiled graph of this library.
-"""
+StepKind = Literal["eager", "compiled"]
+"""The kind of a step. A step is compiled if a compiled graph of this library ran in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +53,10 @@ class Step:
         compiles_seen: The recorder's number of compiles at the start.
         traces_seen: The same without recordings of CUDA graphs.
         graphs: The recorder's number of executed graphs at the start.
-        eager_calls: The recorder's number of eager calls at the start.
+        mixed_calls: The recorder's number of calls at the start that ran eagerly in place of a compiled graph.
         number: The number of the step in its phase, for steps that are only counted.
-        kind: Whether compiled graphs and eager targets ran in the step.
+        kind: Whether compiled graphs ran in the step.
+        mixed: Whether a call ran eagerly although its target has a compiled graph.
         compiling: Whether torch compiled during the step.
         traced: Like ``compiling``, but recording a CUDA graph does not count.
         span: The time of the step, or ``None`` if the step is not timed.
@@ -74,9 +70,10 @@ class Step:
     compiles_seen: int = 0
     traces_seen: int = 0
     graphs: int = 0
-    eager_calls: int = 0
+    mixed_calls: int = 0
     number: int = 0
     kind: StepKind = "eager"
+    mixed: bool = False
     compiling: bool = False
     traced: bool = False
     span: Span | None = None

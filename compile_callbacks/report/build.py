@@ -119,6 +119,14 @@ class PhaseFacts:
         return self.timer.steps(self.phase, self.candidate)
 
     @property
+    def eager_calls(self) -> dict[str, int]:
+        calls: Counter[str] = Counter()
+        for key, number in self.recorder.executions.eager_calls.items():
+            if key.phase == self.phase and self.candidate in (None, key.candidate):
+                calls[key.target] += number
+        return dict(calls)
+
+    @property
     def samples(self) -> tuple[int, int] | None:
         samples = len(self.times.eager_ms), len(self.times.compiled_ms)
         return samples if any(samples) else None
@@ -157,8 +165,7 @@ class PhaseFacts:
     def _was_not_called(self) -> bool:
         """Whether no step has called compiled code that was loaded."""
         was_loaded = self.seconds("compile", "load") is not None
-        ran = self.steps["compiled"] or self.steps["partly compiled"]
-        return was_loaded and not (ran or self.events("verify") or self.events("fallback"))
+        return was_loaded and not (self.steps["compiled"] or self.events("verify") or self.events("fallback"))
 
     @property
     def waiting_ms(self) -> float | None:

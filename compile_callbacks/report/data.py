@@ -125,8 +125,9 @@ class PhaseDiagnostics(Figures):
     """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
     `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
     steps: dict[str, int] = figure(lambda facts: dict(facts.steps), default=dict)
-    """Number of steps with the settings of the phase, by kind: `compiled`, `partly compiled` (compiled graphs, and
-    also a target that ran eagerly) and `eager`."""
+    """Number of steps with the settings of the phase, by kind: `compiled` (a compiled graph ran) and `eager`."""
+    eager_calls: dict[str, int] = figure(lambda facts: facts.eager_calls, default=dict)
+    """Number of calls by target that ran eagerly, or of which a part did, in steps with the settings of the phase."""
     trials: tuple[dict[str, Any], ...] = figure(lambda facts: facts.trials if facts.with_details else (), default=())
     """One mapping for each candidate of a `Tune`, eager first: `candidate`, `verdict`, `median_ms` and `p95_ms`
     (median and 95th percentile of the step times), `samples`, `compile_seconds`, `reason`. Each candidate has a row of
@@ -162,9 +163,6 @@ class PhaseReport(Figures):
     verdict: Verdict | None = figure(lambda facts: facts.verdict)
     """The result of the comparison with eager steps, see [Verdict](#verdict). `None`: the settings leave the phase
     eager, or only its eager steps have run."""
-    partly_compiled: bool = figure(lambda facts: facts.times.kind == "partly compiled", default=False)
-    """Whether the verdict is about steps in which a target also ran eagerly. `diagnostics.steps` has the number of
-    compiled, partly compiled and eager steps."""
     compile_seconds: float | None = figure(
         lambda facts: facts.compile_seconds, "compile", "{:.1f}", scalar="compile/PHASE/seconds", limit="most"
     )

@@ -29,7 +29,7 @@ _COMPILED_COLOR = "#2b6cb0"
 _COMPILING_COLOR = "#dd6b20"
 _SAVED_COLOR = "#2f855a"
 _LOST_COLOR = "#c53030"
-_ORDER = ("eager", "partly compiled", "compiled", "compiling")
+_ORDER = ("eager", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
 

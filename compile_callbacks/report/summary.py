@@ -34,10 +34,6 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     claim = _claim(report)
     if not claim:
         return ""
-    if report.partly_compiled and report.verdict != "not compiled":
-        failed = _eager_part(report)
-        why = f" ({failed['target']} runs eagerly, {_code(failed)})" if failed else ""
-        claim = f"partly compiled{why}: {claim}"
     net = report.net_seconds_saved or 0
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
         claim += f"; lost {_duration(-net)} so far"
@@ -115,7 +111,7 @@ def _claim(report: PhaseReport) -> str:
 
 
 def notes(report: RunReport) -> list[str]:
-    """Return the lines below the table: candidates of a `Tune`, and eager modules."""
+    """Return the lines below the table: candidates of a `Tune`, eager modules, and eager calls."""
     lines = []
     for phase in PHASES:
         diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
@@ -126,6 +122,8 @@ def notes(report: RunReport) -> list[str]:
         ]
         shown = [event for event in diagnostics.events if event["kind"] in ("left_eager", "dynamo_setting")]
         lines += [f"{phase}: {event['target']}: {event['reason']}" for event in shown]
+        eager = diagnostics.eager_calls.items()
+        lines += [f"{phase}: {_count(number, 'call')} of {target} ran eagerly" for target, number in eager]
     return lines
 
 

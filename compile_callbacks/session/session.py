@@ -205,7 +205,7 @@ class Session:
             timer.untimed_left -= 1
             counted.number += 1
             counted.began = time.perf_counter()
-            counted.graphs, counted.eager_calls = recorder.executions.graphs, recorder.executions.eager_calls
+            counted.graphs = recorder.executions.graphs
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             if self.gpu.on_gpu:
                 self.gpu.step_begins(self.stage.phase, counted.variant)
@@ -231,7 +231,7 @@ class Session:
             compiles_seen=recorder.compiles_seen,
             traces_seen=recorder.traces_seen,
             graphs=ran.graphs,
-            eager_calls=ran.eager_calls,
+            mixed_calls=ran.mixed_calls,
         )
         recorder.step = timer.next_step(stage.phase)
         if self._helper is not None:
@@ -257,12 +257,10 @@ class Session:
             return
         ran = recorder.executions
         kind: StepKind = "eager" if ran.graphs == step.graphs else "compiled"
-        if kind == "compiled" and ran.eager_calls != step.eager_calls:
-            kind = "partly compiled"
         if step is self._counted and kind == step.kind and recorder.compiles_seen == step.compiles_seen:
             self._measurements.timer.passed += 1
             return
-        step.kind = kind
+        step.kind, step.mixed = kind, ran.mixed_calls != step.mixed_calls
         if recorder.compiles_seen != step.compiles_seen:
             recorder.collect()
             step.compiling, step.traced = True, recorder.traces_seen != step.traces_seen
@@ -272,8 +270,7 @@ class Session:
         self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
         self._policy.done(step)
         waits = self._requests is not None and self._requests.active
-        # A count of a partly compiled step would need two numbers.
-        if not (self._wanted or waits or step.compiling) and kind != "partly compiled":
+        if not (self._wanted or waits or step.compiling):
             self._counted = Step(
                 variant=step.variant,
                 compiles_seen=recorder.compiles_seen,

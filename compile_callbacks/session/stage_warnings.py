@@ -143,8 +143,7 @@ class SessionWarnings:
         """Warn if the latest compiled steps are slower than eager steps of the same workload."""
         slower: list[tuple[float, str]] = []
         all_eager = self._timer.baseline(phase)
-        kind = self._timer.times(phase, variant.name).kind
-        all_compiled = self._timer.windows(phase, variant.name, kind)
+        all_compiled = self._timer.windows(phase, variant.name)
         for workload in all_eager.keys() & all_compiled.keys():
             eager, latest = all_eager[workload], all_compiled[workload][-RECENT_WINDOWS:]
             comparison = compare([eager], latest)
@@ -159,7 +158,7 @@ class SessionWarnings:
         of_kind = ([event for event in events if event.kind == kind] for kind in _CAUSES)
         cause = next((found[-1 if found[0].kind == "graph_break" else 0] for found in of_kind if found), None)
         message = (
-            f"{kind} {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
+            f"compiled {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
         )
         self._warn.warn("CC501", message, about=(phase, cause and (cause.kind, cause.reason)))

@@ -126,13 +126,15 @@ class Penalized(Classifier):
         return super().training_step(batch, batch_idx) + self.gradient(batch[0]).square().mean()
 
 
-def test_a_transform_is_the_reason_of_its_eager_calls_and_the_other_calls_are_compiled():
+def test_calls_within_a_transform_are_counted_and_give_no_sample_and_the_other_calls_are_compiled():
     report, messages = run(Penalized, baseline_steps=2, train=12)
-    assert describe_verdict("train", report.train).startswith("partly compiled (net runs eagerly, CC108)")
     assert report.train.graphs == 1
+    steps = report.train.diagnostics.steps["compiled"]
+    assert report.train.diagnostics.eager_calls == {"net": steps}
+    assert (report.train.diagnostics.compiled_samples, report.train.verdict) == (0, "too few samples")
     assert not [message for message in messages if "CC303" in message]
     advised, messages = run(Penalized, targets=["net", "gradient"])
-    assert (advised.train.partly_compiled, messages) == (False, [])
+    assert (advised.train.diagnostics.eager_calls, messages) == ({}, [])
 
 
 class Tagged(Wrapper):

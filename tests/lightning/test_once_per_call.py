@@ -29,7 +29,7 @@ def executions(monkeypatch):
         made.append(self.executions)
 
     monkeypatch.setattr(CompileRecorder, "__init__", keep)
-    return lambda: (made[-1].graphs, made[-1].eager_calls)
+    return lambda: (made[-1].graphs, made[-1].eager_calls.total())
 
 
 def compiled(train_mode="default", infer_mode=None, **settings):
