@@ -1,4 +1,4 @@
-"""`savings` and `net_series`: the time that compiling saved so far, from the medians and the numbers of steps."""
+"""`savings`: the time that compiling saved so far, from the medians and the numbers of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.variant import WAITING_VARIANT
@@ -72,29 +72,3 @@ def _typical_ms(samples: Mapping[Workload, Sequence[Sequence[float]]]) -> dict[s
         ms = list(itertools.chain(*windows))
         of_stage[workload.stage] += [statistics.median(ms)] * len(ms)
     return {stage: statistics.fmean(ms) for stage, ms in of_stage.items()}
-
-
-def net_series(series: Sequence[Mapping[str, Any]], net_seconds: float, other_seconds: float) -> dict[str, Any]:
-    """Return numbers of steps in a phase, and the net seconds saved after them, from `StepTimer.series`.
-
-    A series of a long run does not contain each step. A step that it does not contain counts with the time of the next
-    step of the series. All steps are compared with the eager time with which the curve ends at ``net_seconds``.
-    """
-    points = sorted((step, ms, of["kind"]) for of in series for step, ms in zip(of["steps"], of["ms"], strict=True))
-    counted, last, missing = list[tuple[int, float, int]](), 0, 0
-    for step, ms, kind in points:
-        missing, last = missing + step - last - 1, step
-        if kind == "eager":
-            missing = 0
-        elif kind == "compiling":
-            counted.append((step, ms, 1))
-        else:
-            counted.append((step, ms, missing + 1))
-            missing = 0
-    total_ms = sum(ms * steps for _, ms, steps in counted)
-    eager_ms = ((net_seconds + other_seconds) * 1000 + total_ms) / max(1, sum(steps for *_, steps in counted))
-    saved_ms, seconds = -other_seconds * 1000, []
-    for _, ms, steps in counted:
-        saved_ms += steps * (eager_ms - ms)
-        seconds.append(float(f"{saved_ms / 1000:.4g}"))
-    return {"steps": [step for step, *_ in counted], "seconds": seconds}

@@ -16,7 +16,7 @@ from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompilePart, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.savings import Savings, net_series, savings
+from compile_callbacks.profiling.savings import Savings, savings
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.steps import StepKind
 from compile_callbacks.tuning.tune import PhaseConfig
@@ -144,18 +144,14 @@ class PhaseFacts:
         compiles = self.recorder.events_of(self.phase, "compile")
         return sum(event.seconds or 0 for event in compiles) if compiles else None
 
-    @property
-    def _seconds_outside_steps(self) -> float:
-        compiles = [event for event in self.recorder.events if event.kind == "compile"]
-        imports = self.recorder.import_seconds if compiles and compiles[0].phase == self.phase else 0.0
-        of_phase = (event for event in compiles if event.phase == self.phase and event.step is None)
-        return imports + sum(event.seconds or 0 for event in of_phase)
-
     @cached_property
     def savings(self) -> Savings | None:
         if self.compile_seconds is None:
             return None
-        return savings(self.timer, self.phase, self.candidate, self._seconds_outside_steps)
+        compiles = [event for event in self.recorder.events if event.kind == "compile"]
+        outside_steps = self.recorder.import_seconds if compiles[0].phase == self.phase else 0.0
+        outside_steps += sum(e.seconds or 0 for e in compiles if e.phase == self.phase and e.step is None)
+        return savings(self.timer, self.phase, self.candidate, outside_steps)
 
     @property
     def waiting_steps(self) -> int:
@@ -199,12 +195,6 @@ class PhaseFacts:
         differ = self.verdict in ("faster", "slower", "compile time not repaid")
         return self.eager_ms / self.compiled_ms if differ and self.eager_ms and self.compiled_ms else None
 
-    @cached_property
+    @property
     def series(self) -> tuple[dict[str, Any], ...]:
         return self.timer.series(self.phase) if self.with_details else ()
-
-    @property
-    def net_series(self) -> dict[str, Any]:
-        if not (self.savings and self.series):
-            return {}
-        return net_series(self.series, self.savings.net_seconds, self._seconds_outside_steps)

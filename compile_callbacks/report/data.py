@@ -33,8 +33,8 @@ def _step(side: str, report: PhaseReport) -> str:
 
 
 def _peak(prefix: str, details: PhaseDiagnostics) -> str:
-    mib, at_most_mib = (getattr(details, f"{prefix}peak_memory_{end}") for end in ("mib", "at_most_mib"))
-    return cell(mib, "{:.0f}") if at_most_mib is None else f"at most {at_most_mib:.0f}"
+    mib = getattr(details, f"{prefix}peak_memory_mib")
+    return cell(getattr(details, f"{prefix}peak_memory_at_most_mib") if mib is None else mib, "{:.0f}")
 
 
 def _samples(report: PhaseReport) -> str:
@@ -79,8 +79,8 @@ class PhaseDiagnostics(Figures):
     eager_peak_memory_mib: float | None = figure(
         lambda facts: facts.memory.peak(facts.phase, EAGER).mib, "speed", partial(_peak, "eager_")
     )
-    """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. The row shows `at most` if these
-    steps did not raise the peak of the process."""
+    """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the peak
+    of the process, the row shows the peak of the process."""
     eager_peak_memory_at_most_mib: float | None = figure(
         lambda facts: facts.memory.peak(facts.phase, EAGER).at_most_mib
     )
@@ -136,9 +136,6 @@ class PhaseDiagnostics(Figures):
     """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
     `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
     windows of ten steps, spread evenly over the run."""
-    net_series: dict[str, Any] = figure(lambda facts: facts.net_series, default=dict)
-    """The net seconds saved over the steps, computed from `series`: `steps` contains numbers of steps in the phase,
-    and `seconds` contains the seconds saved until each of these steps."""
     restored: tuple[str, ...] = figure(lambda facts: (), default=())
     """Always empty, because a run measures all of its figures itself."""
     events: tuple[dict[str, Any], ...] = figure(lambda facts: facts.event_data, default=())

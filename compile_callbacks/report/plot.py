@@ -1,9 +1,8 @@
-"""Draws net seconds saved and step times over the steps of a run with matplotlib. See `CompileReport.plot`."""
+"""Draws the step times of a run with matplotlib. See `CompileReport.plot`."""
 
 from __future__ import annotations
 
 import io
-import math
 import statistics
 import textwrap
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 _EAGER_COLOR = "#8c8c8c"
 _COMPILED_COLOR = "#2b6cb0"
 _COMPILING_COLOR = "#dd6b20"
-_SAVED_COLOR = "#2f855a"
-_LOST_COLOR = "#c53030"
 _ORDER = ("eager", "compiled", "compiling")
 _CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
@@ -43,7 +40,7 @@ class _NotebookFigure(Figure):
 
 
 def plot_report(report: RunReport) -> Figure:
-    """Draw a report with a row for each phase: net seconds saved on the left, step times on the right."""
+    """Draw a report with a row for each phase, which contains the step times."""
     phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
     if not phases:
         message = "no step was timed yet, so there is nothing to plot: call plot() after a trainer has run"
@@ -55,49 +52,20 @@ def plot_report(report: RunReport) -> Figure:
         verdict = describe_verdict(phase, phase_report) or "no verdict"
         title = f"{phase}: {in_one_line(phase_report.mode, 40)} — {verdict}"
         row.suptitle(textwrap.fill(title, 160), x=0.01, ha="left", fontsize=10)
-        saved, times = row.subplots(1, 2, width_ratios=(3, 2))
+        axes = row.subplots()
         last = max(max(entry["steps"]) for entry in phase_report.diagnostics.series)
         edge = max(0.02 * last, 0.3)
-        _draw_saved(saved, phase_report)
-        _draw_times(times, phase_report, last)
-        for axes in (saved, times):
-            _mark_compiles(axes, phase_report)
-            axes.set_xlim(1 - edge, last + edge)
-            axes.set_xlabel(f"{phase} step", fontsize=9)
-            axes.tick_params(labelsize=8)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-            axes.xaxis.set_major_formatter("{x:,.0f}")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, fontsize=8, ncols=2)
+        _draw_times(axes, phase_report, last)
+        _mark_compiles(axes, phase_report)
+        axes.set_xlim(1 - edge, last + edge)
+        axes.set_xlabel(f"{phase} step", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), frameon=False, fontsize=8, ncols=2)
     return figure
-
-
-def _draw_saved(axes: Axes, report: PhaseReport) -> None:
-    """Draw the net seconds saved over the steps. The line is below zero until the compile time is repaid."""
-    axes.set_title("net seconds saved", loc="left", fontsize=9)
-    curve = report.diagnostics.net_series
-    if not curve.get("steps"):
-        known = report.eager_step_ms is not None and report.compiled_step_ms is not None
-        why = "eager and compiled steps cannot be compared" if known else "no eager steps to compare with"
-        axes.text(0.5, 0.5, why, ha="center", va="center", color=_EAGER_COLOR, transform=axes.transAxes)
-        axes.set_yticks([])
-        return
-    steps, seconds = [curve["steps"][0] - 1, *curve["steps"]], [0.0, *curve["seconds"]]
-    axes.axhline(0, color="black", lw=0.8)
-    axes.plot(steps, seconds, color=_COMPILED_COLOR, lw=1.8)
-    shades: Any = {"alpha": 0.15, "lw": 0, "interpolate": True}
-    axes.fill_between(steps, seconds, 0, where=[value >= 0 for value in seconds], color=_SAVED_COLOR, **shades)
-    axes.fill_between(steps, seconds, 0, where=[value <= 0 for value in seconds], color=_LOST_COLOR, **shades)
-    end = f"{seconds[-1]:+.3g} s"
-    axes.annotate(end, (steps[-1], seconds[-1]), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
-    crossing = next((step for step, value in zip(steps, seconds, strict=True) if step >= steps[1] and value > 0), None)
-    if crossing is not None and min(seconds) < 0:
-        axes.axvline(crossing, color=_SAVED_COLOR, lw=1.4, ls=":", label=f"compile time repaid at step {crossing:,}")
-    elif report.break_even_steps is not None:
-        never = math.isinf(report.break_even_steps)
-        when = "never" if never else f"after {report.break_even_steps:,.0f} compiled steps"
-        axes.plot([], [], color=_SAVED_COLOR, ls=":", label=f"break-even: {when}")
 
 
 def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:

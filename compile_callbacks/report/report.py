@@ -32,9 +32,8 @@ class CompileReport(RunReport):
     def plot(self) -> Figure:
         """Plot the run as a matplotlib figure with one row for each phase.
 
-        The left plot shows the net seconds saved, and the right plot shows the step times. Eager and compiled steps
-        have different colors, and markers show the steps that compiled. ``figure.savefig("steps.png")`` writes the
-        figure to a file.
+        The plot shows the step times. Eager and compiled steps have different colors, and markers show the steps that
+        compiled. ``figure.savefig("steps.png")`` writes the figure to a file.
 
         Raises:
             ImportError: If matplotlib is not installed.

@@ -159,7 +159,7 @@ def test_a_run_leaves_its_plot_in_tensorboard(ran):
     [image] = read(board).Images(PLOT_TAG)
     assert image.encoded_image_string.startswith(b"\x89PNG")
     figure = report.plot()
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 2
     assert figure._repr_png_().startswith(b"\x89PNG")  # the picture that a notebook shows
     kinds = {part["kind"]: part["steps"] for part in report.train.diagnostics.series}
     assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 25))
