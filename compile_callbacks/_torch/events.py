@@ -88,26 +88,6 @@ def compilation_records(seen: set[int]) -> Iterator[tuple[str, int, int, str | N
         yield entry.compile_id, hits, misses, entry.cudagraph_skip_reason
 
 
-def guard_misses() -> int:
-    """Return how often this process found a graph in torch's cache whose guards failed."""
-    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_guard_miss"])
-
-
 def cache_hits() -> int:
     """Return how many graphs this process has loaded from torch's cache."""
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
-
-
-def why_not_cached(guard_misses_before: int) -> str | None:
-    """Return torch's reason for not loading the graph of the running backend from its cache, or ``None``.
-
-    torch's compilation metrics only contain the numbers of hits and misses. The reason of a bypass is in the data of
-    the running event ``"backend_compile"``, which torch deletes when the backend returns.
-
-    Args:
-        guard_misses_before: `guard_misses` before the compile.
-    """
-    data = torch._dynamo.utils.get_chromium_event_logger().get_event_data().get("backend_compile", {})
-    if reason := data.get("cache_bypass_reason"):
-        return f"torch bypasses its cache: {reason}"
-    return "the guards of the cached graph fail" if guard_misses() > guard_misses_before else None

@@ -34,7 +34,7 @@ EVENT_KINDS = {
     "whole_target": EventKindInfo("Repeated blocks compiled with the whole target"),
     "left_eager": EventKindInfo("Modules left eager"),
     "dynamo_setting": EventKindInfo("Settings of Dynamo for this target"),
-    "cache": EventKindInfo("Not loaded from torch's cache"),
+    "cache": EventKindInfo("Loads from torch's cache"),
     "foreground": EventKindInfo(
         "Not compiled in the background", "foreground compile", "{target} compiles in the foreground: {reason}"
     ),

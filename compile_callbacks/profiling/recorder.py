@@ -117,7 +117,6 @@ class CompileRecorder:
         self.listeners = _torch.events.callback_handler.start_callbacks
         """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
         self._graphs = 0
-        self._guard_misses = 0  # of torch's cache, before the running compile
         self._part: CompilePart = "graph"
         self._breaks_seen = 0
         self._limits_reached: set[CompileKey] = set()
@@ -197,7 +196,6 @@ class CompileRecorder:
         else:
             key = self._keys.get(args.compile_id)
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
-        self._guard_misses = _torch.events.guard_misses()
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
         self._running = key, time.perf_counter()
@@ -274,8 +272,6 @@ class CompileRecorder:
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""
         self._graphs += 1
-        if self.key is not None and (reason := _torch.events.why_not_cached(self._guard_misses)):
-            self.record("cache", self.key, reason=reason)
 
     def add_backward(self, saved_bytes: int, seconds: float) -> None:
         """Add the memory that a forward graph saves for its backward graph, and the time that Inductor took for it."""

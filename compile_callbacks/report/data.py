@@ -187,9 +187,7 @@ class PhaseReport(Figures):
         row="cache hits / misses",
         scalar="compile/PHASE/cache_hits",
     )
-    """Number of graphs that were loaded from torch's cache on disk. The table *Not loaded from torch's cache* has the
-    reason if torch bypasses the cache for a graph, or if the guards of a cached graph fail. For other misses, the cache
-    has no entry."""
+    """Number of graphs that were loaded from torch's cache on disk."""
     verified: str | None = figure(lambda facts: facts.comparisons, "correctness", row="compared with eager")
     """The number of graphs by result of the [comparison with eager](limits.md#verification), such as `equal 12, not
     compared 2 (dropout)`. `outputs only` means that gradients were not compared. Graphs that draw random numbers, as

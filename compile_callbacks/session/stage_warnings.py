@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from compile_callbacks._utils.errors import WarnOnce
-from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
@@ -168,9 +167,7 @@ class SessionWarnings:
         events = self._recorder.events
         cached = any(event.cache_hits or event.cache_misses for event in events)
         if not cached and any(event.graphs for event in events):
-            why = next((event.reason for event in events if event.kind == "cache" and event.reason), None)
-            reason = in_one_line(why) if why else "the cache is disabled"
-            message = f"cache_dir has no effect: torch did not use its cache ({reason})"
+            message = "cache_dir has no effect: torch did not use its cache, which is disabled or bypassed"
             self._warn.warn("CC204", message, about="cache_dir")
 
     # ------------------------------------------------------------------------------------------ one subject each
