@@ -45,10 +45,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a workload: in a Trainer, in a loop without one, of `InductorBackend.infer`, or of `regions`."""
+    """A way to run a workload: in a Trainer, in a loop without one, or of `InductorBackend.infer`."""
 
     name: str
-    loop: Literal["fit", "predict", "bare", "backend", "llama"]
+    loop: Literal["fit", "predict", "bare", "backend"]
     compiled: Literal["child", "module", "callback"] | None = None  # by hand, Lightning's own, or by this library
     mode: Any = None
     targets: Any = None  # of the callback

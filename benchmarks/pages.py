@@ -32,7 +32,6 @@ import models_table
 import net_seconds
 import ordinary
 import rank_faults
-import regions
 import resnet50
 import scaling
 import spiking
@@ -101,21 +100,9 @@ the comparison of compiled code with eager.""",
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
 with its comparison. On a GPU, all models train in bf16.""",
     ),
-    "regions": Table(
-        "regions_[0-9]*", regions.show, "Repeated blocks of Llama shapes, forward",
-        """The workload is that of accelerate's own benchmark: float16, 128 tokens, a forward pass. *Whole by hand* is
-`torch.compile(net)`, *accelerate* is its regional compile, and *repeated* is `targets="repeated"`. *Of whole* is a time
-divided by that of the whole compile. In the *backward seconds*, which are a part of its first step, *repeated* compiled
-the backward graphs. The other ways compile backward graphs in the first backward pass, which this workload does not
-have. The steps of all ways ran in alternating blocks on the same cores.""",
-    ),
-    "regions_train": Table(
-        "regions_train_*", regions.show, "Repeated blocks of Llama shapes, training",
-        "The same models; a step is forward and backward, and the first step of each way includes the backward graphs.",
-    ),
     "scaling_depth": Table(
         "scaling_depth*", scaling.show, "Repeated blocks against the depth",
-        """A transformer trains with AdamW. *Nested* is `targets="repeated"`, and *separate* is `targets=["layers.*"]`.
+        """A transformer trains with AdamW. *Separate* is `targets=["layers.*"]`.
 *Of whole* is a time divided by that of the whole model: of CPU time on a CPU, because other programs may use it.""",
     ),
     "tiny_steps": Table(

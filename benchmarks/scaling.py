@@ -1,43 +1,37 @@
-"""First step, step time and gradients of a transformer against its depth: whole, nested, separate blocks, and eager.
+"""First step, step time and gradients of a transformer against its depth: whole, separate blocks, and eager.
 
 - eager: not compiled.
 - whole: `compile_phases(net)`, one graph of all layers.
-- nested: `compile_phases(net, targets="repeated")`, one graph in which each distinct layer is compiled once.
 - separate: `compile_phases(net, targets=["layers.*"])`, a graph of one layer that all layers share.
 
 Each row is a process with an empty cache; they run one after the other. "first step" is the first training step
 with compiling, "step" the median of the following ones. "gradient error" is the largest relative error of a gradient
 against the eager model's, before the first step. The CPU times are of all threads and of the C++ compiler; unlike the
 other times, they hardly depend on other processes of the machine. "of whole" is a time divided by the whole model's.
---chart draws the first step and the step against the depth, on a CPU as CPU times. With --from-json, the script
-measures nothing and shows the rows of a file.
 
 python benchmarks/scaling.py [--device cpu] [--depths 12 24 48] [--width 512] [--mode reduce-overhead] [--steps 30]
-                             [--json FILE] [--chart FILE] [--from-json FILE]
+                             [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from tables import Row, find, in_order, parser_for, print_columns, relative_error, save
+from tables import Row, find, parser_for, print_columns, relative_error, save
 from torch import nn
 
 from compile_callbacks import compile_phases, report_of
 from compile_callbacks.report.file import environment
 
-WAYS: dict[str, Any] = {"eager": None, "whole": None, "nested": "repeated", "separate": ["layers.*"]}
-COLORS = {"eager": "#9aa5b1", "whole": "#2e86c1", "nested": "#e67e22", "separate": "#7fb3d5"}
+WAYS: dict[str, Any] = {"eager": None, "whole": None, "separate": ["layers.*"]}
 COLUMNS = {
     "layers": "{}", "way": "{}", "first_step_seconds": "{:.2f}", "of_whole_first_step": "{:.0%}", "step_ms": "{:.2f}",
     "of_whole_step": "{:.0%}", "spread_ms": "{:.2f}", "samples": "{}", "first_step_cpu_seconds": "{:.1f}",
@@ -150,29 +144,6 @@ def times_of(rows: list[Row]) -> tuple[str, str]:
     return ("first_step_cpu_seconds", "step_cpu_ms") if on_cpu else ("first_step_seconds", "step_ms")
 
 
-def draw(rows: list[Row], output: Path) -> None:
-    """Draw the first step and the step time against the depth, on axes from zero."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    cpu = "CPU " if "cpu" in times_of(rows)[0] else ""
-    titles = f"first step, {cpu}s", f"training step, {cpu}ms"
-    for axis, name, title in zip(axes, times_of(rows), titles, strict=True):
-        for way, color in COLORS.items():
-            points = sorted((row["layers"], row[name]) for row in rows if row["way"] == way)
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=way, color=color)
-        axis.set(title=title, xlabel="layers", xticks=in_order(rows, lambda row: row["layers"]))
-        axis.set_ylim(bottom=0)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(output, dpi=130)
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
@@ -186,18 +157,13 @@ def main() -> None:
     add("--dtype", choices=["float32", "bfloat16"], default=None, help="by default bfloat16 on a GPU, else float32")
     add("--warmup-steps", type=int, default=5)
     add("--steps", type=int, default=30)
-    add("--chart", type=Path, help="draw the chart to this file")
-    add("--from-json", type=Path, metavar="FILE", help="measure nothing, show the rows of this file")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     args.mode = args.mode or ("reduce-overhead" if on_gpu else "default")
     args.width = args.width or (512 if on_gpu else 64)
     args.tokens = args.tokens or (256 if on_gpu else 32)
     args.dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    rows = json.loads(args.from_json.read_text())["rows"] if args.from_json else rows_of(args)
-    show(rows)
-    if args.chart:
-        draw(rows, args.chart)
+    show(rows_of(args))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-import regions
 from bench_measure import compare_blocks
 from tables import Row, find, in_order, ms, origins, print_table, read, times, with_interval
 
@@ -223,27 +222,6 @@ def narrow_model(machine: str) -> None:
     print(f"{min(ratios):.2f} to {max(ratios):.2f} times")
 
 
-def repeated_blocks(machine: str) -> None:
-    """Repeated blocks against the whole compile, in a forward pass."""
-    print(_of_whole(f"{machine}/regions_[0-9]*"))
-
-
-def repeated_blocks_training(machine: str) -> None:
-    """Repeated blocks against the whole compile, in training."""
-    print(_of_whole(f"{machine}/regions_train_*"))
-
-
-def _of_whole(files: str) -> str:
-    """The first step and the step of repeated blocks and of accelerate, of those of the whole compile."""
-    rows, spans = regions.compared(rows_of(files)), []
-    for way in ("repeated", "accelerate"):
-        for name in ("of_whole_first", "of_whole"):
-            ratios = [row[name] for row in rows if row["way"] == way]
-            spans.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
-    return (f"the first step took {spans[0]} times as long as that of the whole compile (accelerate: {spans[2]}), and "
-            f"a later step {spans[1]} times as long (accelerate: {spans[3]})")  # fmt: skip
-
-
 def fsdp2_step(machine: str) -> None:
     """The figures of FSDP2 in a sentence."""
     rows = rows_of(f"{machine}/fsdp2")
@@ -327,7 +305,7 @@ def chart_origin(machine: str) -> None:
 
 def of_deepest(machine: str) -> None:
     """The CPU times of the deepest transformer, with each version of torch."""
-    names = {"eager": "eager", "whole": "whole model", "nested": '`targets="repeated"`', "separate": "a glob"}
+    names = {"eager": "eager", "whole": "whole model", "separate": "a glob"}
     lines = []
     for result in read(f"{machine}/scaling_depth*"):
         rows = [row for row in result["rows"] if row["layers"] == max(row["layers"] for row in result["rows"])]
@@ -335,22 +313,6 @@ def of_deepest(machine: str) -> None:
             first = "" if row["way"] == "eager" else f"{row['first_step_cpu_seconds']:.1f} s"
             lines.append([result["versions"]["torch"], names[row["way"]], first, f"{row['step_cpu_ms']:.1f} ms"])
     print_table(["torch", "compiled", "first step", "later step"], lines)
-
-
-def glob_break_even(machine: str) -> None:
-    """The number of steps after which nested regions have saved the CPU time that a glob saves in the first step."""
-    lines = []
-    for result in read(f"{machine}/scaling_depth*"):
-        for layers in in_order(result["rows"], lambda row: row["layers"]):
-            nested, glob = (find(result["rows"], way, layers=layers) for way in ("nested", "separate"))
-            first = nested["first_step_cpu_seconds"] - glob["first_step_cpu_seconds"]
-            step = glob["step_cpu_ms"] - nested["step_cpu_ms"]
-            seconds = f"{nested['first_step_cpu_seconds']:.1f} s, {glob['first_step_cpu_seconds']:.1f} s"
-            milliseconds = f"{nested['step_cpu_ms']:.1f} ms, {glob['step_cpu_ms']:.1f} ms"
-            steps = f"{1000 * first / step:,.0f} steps" if first > 0 and step > 0 else "-"
-            lines.append([str(layers), result["versions"]["torch"], seconds, milliseconds, steps])
-    head = ["blocks", "torch", 'first step, `"repeated"` and glob', 'later step, `"repeated"` and glob']
-    print_table([*head, "a glob is faster up to"], lines)
 
 
 def packages(machine: str) -> None:
@@ -362,6 +324,6 @@ def packages(machine: str) -> None:
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
     rejected_setting, same_code,
-    narrow_model, repeated_blocks, repeated_blocks_training, fsdp2_step, whole_graphs, max_pool, longest_step,
-    longest_steps, first_100_steps, meanwhile, first_compile, chart_origin, of_deepest, glob_break_even, packages,
+    narrow_model, fsdp2_step, whole_graphs, max_pool, longest_step,
+    longest_steps, first_100_steps, meanwhile, first_compile, chart_origin, of_deepest, packages,
 ]  # fmt: skip

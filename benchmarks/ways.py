@@ -136,10 +136,6 @@ def run(work: Workload, way: Variant, connection: Connection, lock: Path, steps:
 
 
 def run_of(way: Variant) -> Callable[..., None]:
-    if way.loop == "llama":
-        import regions
-
-        return regions.loop
     return in_trainer if way.loop in ("fit", "predict") else in_bare_loop
 
 

@@ -16,4 +16,3 @@ from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
 from compile_callbacks._torch import modes as modes
 from compile_callbacks._torch import portable_graphs as portable_graphs
-from compile_callbacks._torch import regions as regions

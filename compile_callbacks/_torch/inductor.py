@@ -8,7 +8,6 @@ import gc
 import sys
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch._inductor import custom_graph_pass as _custom_graph_pass
 
-from compile_callbacks._torch import autograd, regions
+from compile_callbacks._torch import autograd
 
 
 def mode_names() -> list[str]:
@@ -121,7 +120,6 @@ def compile_graph(
         settings["donated_buffer"] = False
 
     def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        regions.expose_aliases(graph)
         is_backward = bool(kwargs.get("is_backward"))
         if not is_backward and not kwargs.get("is_inference"):
             inputs = graph.graph.find_nodes(op="placeholder")
@@ -141,12 +139,8 @@ def compile_graph(
         if torch._dynamo.utils.get_static_address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
     ]
     # The tag prevents that the cache returns code that was compiled without these changes.
-    aliases_exposed = bool(regions.calls_of_regions(graph_module))
-    tag = f"{autocast_state()} copies_saved={buffers} aliases_exposed={aliases_exposed} keeps_graph={keeps_graph}"
-    options = tagged(options, tag)
-    with functorch_config.patch(settings), warnings.catch_warnings():
-        # torch compiles a backward region twice, for two layouts of a gradient.
-        warnings.filterwarnings("ignore", "invoke_subgraph traced multiple backward graphs")
+    options = tagged(options, f"{autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
+    with functorch_config.patch(settings):
         compiler = compile_by or compile_fx
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 

@@ -44,8 +44,8 @@ class InductorCompile(Callback):
             ``"training_step"``), or globs (``"encoder.layers.*"``). ``"forward"`` is the LightningModule's own call.
             If ``None``, the callback compiles the modules that the steps call, and the methods that the eager steps of
             the baseline call. If you replace a module, the callback compiles the new module from the next epoch or
-            stage on. It compiles a metric or a module without parameters only if you name it. ``"repeated"`` selects
-            the same targets, and compiles repeated blocks, such as the layers of a transformer, once inside the graph.
+            stage on. It compiles a metric or a module without parameters only if you name it. Equal blocks that a
+            glob matches share a compiled function.
         passes: Custom graph passes for both phases. See `GraphPass`. In YAML, give an import path or a ``class_path``.
         baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
             The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the

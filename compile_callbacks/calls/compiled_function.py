@@ -20,7 +20,6 @@ from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.profiling.recorder import CallInProgress
-from compile_callbacks.targets.repeated import RegionMarks
 from compile_callbacks.targets.target import Target
 
 _PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
@@ -38,8 +37,7 @@ _DIFFERENTIATED = (
 class CompiledFunction:
     """The function of ``torch.compile`` for a target. It takes the module as its first argument.
 
-    Repeated blocks form one target: torch's guards decide which blocks need separate graphs. Regions are repeated
-    blocks within a target's graph, which torch compiles once.
+    Repeated blocks form one target: torch's guards decide which blocks need separate graphs.
 
     Attributes:
         call: The function, or ``None`` before `get` makes it.
@@ -97,7 +95,7 @@ class CompiledFunction:
         function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
         CompiledFunction._compiles += 1
-        call = _torch.frames.compile_function(
+        self.call = _torch.frames.compile_function(
             function,
             # An object of its own, because torch older than 2.13 runs code behind a graph break again if its backend is
             # equal, also if the code was freed.
@@ -108,10 +106,7 @@ class CompiledFunction:
             # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
             splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
         )
-        if self._fallback.has_regions:
-            call = RegionMarks(self._target.regions).around(call)
-        self.call = call
-        return call
+        return self.call
 
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low."""
@@ -193,10 +188,6 @@ class CompiledFunction:
                     frozen=self._key.frozen,
                 )
             )
-            settings.enter_context(_torch.regions.strict_comparison())
-            if self._fallback.has_regions:
-                settings.enter_context(_torch.regions.with_constant_floats())
-                settings.enter_context(_torch.regions.kept_schemas())
             draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
             yield
         call.constant_draws += tuple(draws)

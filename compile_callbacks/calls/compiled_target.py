@@ -44,7 +44,6 @@ class CompiledTarget:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
-        compiles_whole: Whether the next call compiles the whole target, because torch cannot compile its regions.
         backend: The backend, which has no reference to the module.
     """
 
@@ -63,18 +62,16 @@ class CompiledTarget:
         self.key = key
         self.called = False
         self.ran = False
-        self.compiles_whole = False
         self._frozen = key.frozen
         self._unfrozen = unfrozen  # runs instead in a stage in which the frozen weights change often
         self._refreezes = 0  # in this stage
         self._members = target.members
-        self._shares_as_asked = target.asked_for and len(target.members) > 1
         self._recorder = recorder
         self._calling = recorder.calling
         self._executions = recorder.executions
         self._warn = warn
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
-        self._fallback = EagerFallback(self.key, recorder, settings, has_regions=bool(target.regions))
+        self._fallback = EagerFallback(self.key, recorder, settings)
         self.backend = GraphBackend(target, config, self._fallback)
         self._observed = observed
         self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
@@ -88,7 +85,6 @@ class CompiledTarget:
         self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
         self._runs_target_eagerly = False
         self._traces = 0  # the number of calls in which torch traced
-        self._compiled_of: dict[Any, set[Callee]] = {}
 
     # ------------------------------------------------------------------------------------------ a call
 
@@ -101,8 +97,7 @@ class CompiledTarget:
         hooks_changed = function.hooks_seen != _hooks_registered()
         transformed = _transforms() is not None or _forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
-        may_run_eagerly = may_run_eagerly or self._warnings or (self.compiles_whole and self._fallback.has_regions)
-        if (may_run_eagerly or transformed) and self._runs_call_eagerly(outer, args, kwargs):
+        if (may_run_eagerly or self._warnings or transformed) and self._runs_call_eagerly(outer, args, kwargs):
             self._count_eager_call(executions.graphs)
             return member.eager(*args, **kwargs)
         compiled = function.call
@@ -162,19 +157,12 @@ class CompiledTarget:
         """Act on what happened in a call that raised an exception of the user's. The next call issues its warnings."""
         if call.recompiles_in_next_call:
             self.free_compiled()
-        if call.region_failure is not None:
-            self._give_up_regions(call.region_failure)
         self._store_outcome(call)
 
     def _settle(self, call: CallInProgress, member: Callee) -> None:
-        if call.graphs and len(self._members) > 1:
-            grad_modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-            self._compiled_of.setdefault((signature(call.args, call.kwargs), grad_modes), set()).add(member)
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
         self._function.eager_frames.update(call.failed_frames)
-        if call.region_failure is not None:
-            self._give_up_regions(call.region_failure)
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
@@ -220,11 +208,6 @@ class CompiledTarget:
         if outer is not None and outer.nested_calls_eager:
             return True
         self.called = True
-        # An activation checkpoint must recompute with the same code.
-        if self.compiles_whole and self._fallback.has_regions and not _torch.autograd.saves_through_hooks():
-            self._fallback.has_regions = False
-            self._uncompilable.clear()
-            self.free_compiled()
         if _torch.dynamo.is_transformed():
             self._warn_of_transform()
             return True
@@ -268,27 +251,11 @@ class CompiledTarget:
         raise CompileError(with_code("CC107", message))
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
-        if self._fallback.has_regions:
-            self._uncompilable.add(signature(call.args, call.kwargs))  # eager until the whole target is compiled
-            call.region_failure = describe(failure)
-            return
         if self._fallback.settings.on_error == "raise":
             raise self._fallback.as_compile_error(failure) from failure
         if call.nothing_ran:
             self._uncompilable.add(signature(call.args, call.kwargs))
         self._fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
-
-    def _give_up_regions(self, reason: str) -> None:
-        """Compile the whole target from the next call on."""
-        self.compiles_whole = True
-        target, phase = self.key[:2]
-        message = (
-            f"target {target!r} is compiled whole in the {phase} phase, because torch cannot compile its repeated "
-            f"blocks as regions of one graph: {in_one_line(reason)}. To compile only the blocks, name them in "
-            "targets=[...], as in targets=['encoder.layers.*']"
-        )
-        self._recorder.record("whole_target", self.key, reason=reason)
-        self._fallback.warn("CC121", message)
 
     def _warn_of_transform(self) -> None:
         target, phase = self.key[:2]
@@ -353,12 +320,3 @@ class CompiledTarget:
         breaks = self._recorder.events_of(self.key.phase, "graph_break")
         reasons = [event.reason for event in breaks if event.target == self.key.target]
         return short_reason(next(filter(None, [*reasons, self._function.why_no_graph]), "torch gives no reason"))
-
-    @property
-    def blocks_differ(self) -> bool:
-        """Whether torch compiled each repeated block separately instead of sharing a graph."""
-        if self._fallback.has_regions:
-            return self.backend.graphs > 0 and not self.backend.shares_regions
-        return self._shares_as_asked and any(
-            len(members) == len(self._members) for members in self._compiled_of.values()
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,11 +60,6 @@ class PhaseSwitch:
     def targets(self) -> tuple[Target, ...]:
         """The targets."""
         return tuple(self._dispatchers)
-
-    def targets_of(self, phase: Phase) -> list[Target]:
-        """Return the targets of a phase, without the regions that torch could not compile."""
-        whole = {compiled.key.target for compiled in self.compiled_targets(phase) if compiled.compiles_whole}
-        return [replace(target, regions=()) if target.name in whole else target for target in self._dispatchers]
 
     def add(self, targets: Sequence[Target]) -> None:
         """Add targets. They run the selected variant, or eagerly until the first `select`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -185,7 +184,7 @@ class TargetSearch:
         discarded: list[Target] = []
         for target in self._switch.targets:
             was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
-            is_present = was_called and present.issuperset(_modules_of(target))
+            is_present = was_called and all(id(member.module) in present for member in target.members)
             (kept if is_present or _identity(target) in identities else discarded).append(target)
         self._switch.discard(discarded)
         known = {_identity(target) for target in kept}
@@ -222,12 +221,7 @@ def _key(callee: Callee) -> tuple[int, str | None]:
 
 
 def _identity(target: Target) -> Any:
-    return target.name, tuple(map(_key, target.members)), _modules_of(target)
-
-
-def _modules_of(target: Target) -> tuple[int, ...]:
-    """Return the ids of the modules of the members and of the regions."""
-    return tuple(map(id, itertools.chain((member.module for member in target.members), *target.regions)))
+    return target.name, tuple(map(_key, target.members))
 
 
 def _tree(root: nn.Module) -> list[tuple[str, int]]:

@@ -19,7 +19,7 @@ from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.requested_graph import RequestedGraph
 from compile_callbacks.graphs.requests import CompileRequest
 from compile_callbacks.graphs.verification import Verification
-from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
+from compile_callbacks.passes.base import pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
 from compile_callbacks.targets.target import Target
 
@@ -44,7 +44,6 @@ class GraphBackend:
         self.graphs = 0  # the number of compiled graphs
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
-        self.shares_regions = False  # whether several regions of a graph shared their code
         # torch never frees a backend, so a backend must not keep the module alive.
         self._first = weakref.ref(target.members[0])
         self._modules = [weakref.ref(member.module) for member in target.members]
@@ -76,9 +75,6 @@ class GraphBackend:
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         has_collective = _torch.graphs.has_collective(graph_module)  # the copy has no metadata of DTensors
-        if self._fallback.has_regions and torch.is_grad_enabled() and self._has_joint_passes(options):
-            raise RuntimeError("torch would run graph passes at the hook points of joint graphs twice on each region")
-        self.shares_regions |= _torch.regions.shares_code(graph_module)
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         read_statistics = operator.itemgetter(*statistics) if statistics else None
 
@@ -143,7 +139,6 @@ class GraphBackend:
         try:
             for reason, applies in (
                 ("its weights are frozen", self._key.frozen),
-                ("its repeated blocks are regions", self._fallback.has_regions),
                 ("it contains a collective", has_collective),
             ):
                 if applies:
@@ -232,8 +227,6 @@ class GraphBackend:
                 if self._fallback.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
-                if failure is None and self._fallback.has_regions:
-                    raise  # because the compiled target then compiles without regions
                 if failure is None or self._is_candidates_own(failure.failed):
                     return error
                 self._report_failed_pass(failure)
@@ -243,10 +236,6 @@ class GraphBackend:
                 self._generated += generated
                 self._record_passes(runs, skipped)
                 return compiled
-
-    def _has_joint_passes(self, options: Mapping[str, Any]) -> bool:
-        hooks = {HOOK_OPTIONS[pass_hook(graph_pass)] for graph_pass in self._passes}
-        return any(name.startswith("joint") for name in hooks | {name for name in options if name.endswith("_pass")})
 
     def _is_candidates_own(self, graph_pass: Any) -> bool:
         """Return whether the pass belongs to a candidate of a `Tune`, which would be another candidate without it."""

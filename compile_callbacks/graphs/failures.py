@@ -64,8 +64,6 @@ class EagerFallback:
     key: CompileKey
     recorder: CompileRecorder
     settings: TargetSettings
-    has_regions: bool = False
-    """Whether the graphs contain regions. If torch cannot compile them, the whole target is compiled."""
 
     def eventful_call(self) -> CallInProgress:
         """Return the running call of the target, and mark it as eventful."""

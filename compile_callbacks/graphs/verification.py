@@ -30,7 +30,7 @@ from compile_callbacks.graphs.accuracy import (
     sketches,
     tolerance,
 )
-from compile_callbacks.graphs.failures import EagerFallback, describe
+from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.snapshot import RandomState
 
 
@@ -78,9 +78,6 @@ class Verification:
             return self.eager.forward(*inputs)
 
     def _report_failure(self, error: Exception) -> None:
-        if self.fallback.has_regions:
-            self.fallback.eventful_call().region_failure = f"the compiled code raised {describe(error)}"
-            return
         if self.fallback.settings.on_error == "raise":
             raise self.fallback.as_compile_error(error) from error
         self.fallback.eventful_call().runs_target_eagerly = True
@@ -88,9 +85,6 @@ class Verification:
 
     def _react_to(self, comparison: Comparison) -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
-        if comparison.verdict == "differs" and self.fallback.has_regions:
-            self.fallback.eventful_call().region_failure = f"the result differs from eager: {comparison.reason}"
-            return False
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
         self.fallback.recorder.compiles_seen += 1
         fix = None

@@ -35,7 +35,6 @@ class CallInProgress:
         failure: The exception of a compiler that failed on a frame.
         nothing_ran: Whether the failure came before any of the target's code ran.
         failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
-        region_failure: The reason why torch cannot compile the regions of the target.
         recompiles_in_next_call: Whether the compile and the eager run of its graph both ran out of memory.
         runs_target_eagerly: Whether the target runs eagerly from now on.
         constant_draws: The functions in which torch drew random numbers only while it traced them.
@@ -45,7 +44,6 @@ class CallInProgress:
     eventful = traced = nothing_ran = recompiles_in_next_call = runs_target_eagerly = False
     graphs = 0
     failure: BaseException | None = None
-    region_failure: str | None = None
     failed_frames: tuple[Any, ...] = ()
     constant_draws: tuple[str, ...] = ()
     warnings: tuple[tuple[str, str, Hashable], ...] = ()

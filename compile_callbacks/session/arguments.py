@@ -14,7 +14,6 @@ from compile_callbacks.cache.folder import check_cache_dir
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
-from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.targets.resolve import check_target_names
 from compile_callbacks.tuning.tune import PhaseConfig, as_phase_config
 
@@ -27,7 +26,7 @@ class CompileArguments:
     """The arguments of a `Session`. `InductorCompile` describes them."""
 
     configs: Mapping[Phase, PhaseConfig]
-    targets: Sequence[str] | str | None = None
+    targets: Sequence[str] | None = None
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
     background: bool = False
@@ -73,7 +72,7 @@ class CompileArguments:
     @property
     def finds_targets(self) -> bool:
         """Whether the modules and methods that the steps call are the targets."""
-        return self.targets is None or self.targets == REPEATED
+        return self.targets is None
 
     @property
     def uncompiled(self) -> frozenset[Phase]:

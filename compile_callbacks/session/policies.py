@@ -20,7 +20,6 @@ from compile_callbacks.profiling.steps import Stage, Step
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.background_policy import BackgroundPolicy
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.targets.repeated import REPEATED
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.trial import Trial
 from compile_callbacks.tuning.tune import Tune
@@ -127,7 +126,6 @@ class Policies:
                 self._tunings[phase] = TuningPolicy(phase, settings, recorder, ranks, print_line, waits)
         self.comparing = frozenset(self._tunings)
         """The phases that compare variants with each other, and choose one together with other ranks."""
-        self._shares = arguments.targets == REPEATED
 
     def begin(
         self,
@@ -150,7 +148,7 @@ class Policies:
             device=device,
             ranks=self._ranks.size,
         )
-        no_freezing = WEIGHTS_ARE_SHARDED if sharded else "repeated blocks share a graph" if self._shares else None
+        no_freezing = WEIGHTS_ARE_SHARDED if sharded else None
         on_gpu = device.type == "cuda"
         no_cudagraphs = WEIGHTS_ARE_SHARDED if sharded else None if on_gpu else "the module is not on a GPU"
         for tuning in self._tunings.values():

@@ -38,7 +38,7 @@ from compile_callbacks.session.measurements import Measurements
 from compile_callbacks.session.policies import Policies, StepPolicy
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.repeated import REPEATED, group_repeated, group_targets
+from compile_callbacks.targets.repeated import group_targets
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
 
@@ -84,12 +84,11 @@ class Session:
             warn=warn,
             observed=self._observed,
         )
-        group = group_repeated if arguments.targets == REPEATED else group_targets
         self._search = TargetSearch(
             module,
             self._switch,
             warn,
-            group=group if self._finds_targets else None,
+            group=group_targets if self._finds_targets else None,
             resolve=resolve,
             uncompiled=arguments.uncompiled,
         )
@@ -353,8 +352,7 @@ class Session:
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
-        targets = self._switch.targets_of(phase)
-        return [target for target in targets if not self._finds_targets or target.name in called]
+        return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
         """Write the observed shapes and the compile times to the model's file."""

@@ -113,14 +113,12 @@ class SessionWarnings:
                 self._check_share(compiled_target)
                 if variant.name is None and variant.config is not None and variant.config.freezes:
                     self._record_unfrozen(compiled_target.key)
-                if compiled_target.blocks_differ:
-                    self._warn_of_differing_blocks(compiled_target.key)
         self.check_step_times(phase, variant)
 
     def record_rnns(self, root: nn.Module, phase: Phase) -> None:
         """Record the RNNs of torch that no target contains, because torch does not compile them well."""
         called = self._switch.called_targets(phase)
-        targets = (target for target in self._switch.targets_of(phase) if target.name in called)
+        targets = (target for target in self._switch.targets if target.name in called)
         contained = {id(part) for target in targets for callee in target.members for part in callee.module.modules()}
         recorded = {event.target for event in self._recorder.events_of(phase, "left_eager")}
         for name, module in root.named_modules():
@@ -200,7 +198,7 @@ class SessionWarnings:
         key = compiled_target.key
         for event in self._recorder.events:
             same = (event.target, event.phase, event.candidate) == (key.target, key.phase, key.candidate)
-            if same and (event.kind in ("fallback", "eager_call", "whole_target") or event.graphs):
+            if same and (event.kind in ("fallback", "eager_call") or event.graphs):
                 return
         reason = compiled_target.why_no_graph
         self._recorder.record("eager_call", key, reason=reason, code="CC101")
@@ -225,16 +223,6 @@ class SessionWarnings:
             "only the parts that torch can trace, or leave the phase eager"
         )
         self._warn.warn("CC131", message, about=key[:2])
-
-    def _warn_of_differing_blocks(self, key: CompileKey) -> None:
-        reasons = self._reasons("recompile", key)
-        why = f". The reason of the last recompile: {reasons[-1]}" if reasons else ""
-        message = (
-            f"the repeated blocks of target {key.target!r} share no code in the {key.phase} phase: torch compiled each "
-            f"block, because the blocks differ in a value that torch treats as constant, such as a number attribute of "
-            f"the module{why}. Store such values in tensors"
-        )
-        self._warn.warn("CC105", message, about=key[:2])
 
     def _reasons(self, kind: EventKind, key: CompileKey) -> list[str]:
         return [e.reason for e in self._recorder.events_of(key.phase, kind) if e.target == key.target and e.reason]

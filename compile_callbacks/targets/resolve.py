@@ -11,25 +11,24 @@ from torch import nn
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.targets.fsdp import innermost_fsdp_units
-from compile_callbacks.targets.repeated import (
-    REPEATED,
-    Repeated,
-    check_is_repeated,
-    find_repetitions,
-    group_repeated,
-    group_targets,
-    is_block,
-)
+from compile_callbacks.targets.repeated import group_targets, is_block
 from compile_callbacks.targets.target import CONTAINERS, Callee, Target, callees_of, only_if_named
 
 
-def check_target_names(targets: object) -> tuple[str, ...] | Repeated | None:
+def check_target_names(targets: object) -> tuple[str, ...] | None:
     """Check the ``targets`` argument."""
-    if targets is None or targets == REPEATED:
-        return targets
+    if targets is None:
+        return None
+    if targets == "repeated":
+        message = (
+            "targets='repeated' is not supported. Name the blocks with a glob, as in targets=['net.layers.*'], so that "
+            "they share a compiled function, or omit targets and set background=True, so that training goes on during "
+            "the compile. targets=['repeated'] names a submodule"
+        )
+        raise ValueError(with_code("CC201", message))
     names = (targets,) if isinstance(targets, str) else targets
     if not isinstance(names, Sequence):
-        message = f"targets={targets!r} must be a list of names, {REPEATED!r}, or None for the default targets"
+        message = f"targets={targets!r} must be a list of names, or None for the default targets"
         raise TypeError(with_code("CC202", message))
     for name in names:
         if not isinstance(name, str):
@@ -48,30 +47,22 @@ def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
     itself. ``None`` selects the ``forward`` of the root if its class overrides the ``forward`` of ``base``, and each
-    direct child with parameters. Members replace a list or dict of modules. ``"repeated"`` selects the same targets,
-    with repeated blocks as regions. If FSDP shards a module in parts, its innermost parts replace the module.
+    direct child with parameters. Members replace a list or dict of modules. If FSDP shards a module in parts, its
+    innermost parts replace the module.
 
     Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
     function, because they already do not support the settings that sharing excludes.
     """
-    if names is not None and names != REPEATED:
+    if names is not None:
         of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
         shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
         return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
     of_root = callees_of("forward", root) if type(root).forward is not base.forward else []
-    callees = [*of_root, *_children(root, "")]
-    if names is None:
-        return group_targets(root, callees, lambda callee: callee.sharded)
-    check_is_repeated(root)
-    if base is nn.Module and of_root:  # because the user calls the root without a Trainer
-        callees = of_root
-    return group_repeated(root, callees)
+    return group_targets(root, [*of_root, *_children(root, "")], lambda callee: callee.sharded)
 
 
 def present_names(root: nn.Module, names: Sequence[str] | None) -> Sequence[str] | None:
     """Return a checked ``targets`` argument without the names that a changed module no longer has."""
-    if names == REPEATED:
-        return names if find_repetitions(root) else None
     return None if names is None else [name for name in names if _is_present(root, name)]
 
 

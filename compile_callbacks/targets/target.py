@@ -75,21 +75,18 @@ class Target:
 
     name: str  # the name of the callee, or of several, such as "encoder.layers.*"
     members: tuple[Callee, ...]  # distinct callees, which share the compiled function
-    regions: tuple[tuple[nn.Module, ...], ...] = ()  # the repeated blocks by structure, see `RegionMarks`
-    asked_for: bool = False  # whether the user asked for shared code (targets="repeated")
 
     @property
     def shares_code(self) -> bool:
         """Whether several modules share compiled code, which therefore cannot contain the weights of one module."""
-        return len(self.members) > 1 or bool(self.regions)
+        return len(self.members) > 1
 
     def label(self, graphs: int) -> str:
         """Return the name of the target in a report, with this number of compiled graphs if callees share them."""
-        if len(self.members) > 1:
-            compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
-            return f"{self.name} ({len(self.members)} blocks{compiled})"
-        blocks = [f"{len(modules)} x {type(modules[0]).__name__}" for modules in self.regions]
-        return f"{self.name} ({', '.join(blocks)})" if blocks else self.name
+        if not self.shares_code:
+            return self.name
+        compiled = {0: "", 1: ", one graph"}.get(graphs, f", {graphs} graphs")
+        return f"{self.name} ({len(self.members)} blocks{compiled})"
 
 
 def callees_of(name: str, module: nn.Module) -> list[Callee]:

@@ -235,7 +235,7 @@ def repeated():
     [
         (mlp, {}),
         (Encoder, {"targets": ["encode"]}),
-        (repeated, {"targets": "repeated"}),
+        (repeated, {"targets": ["*"]}),
     ],
 )
 def test_a_dropped_module_is_freed_and_its_report_stays(make, settings):

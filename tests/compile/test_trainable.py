@@ -104,8 +104,8 @@ FREEZES = [trains("1", False), trains("1", True), trains("1", False)]
     ("make", "changes", "targets"),
     [
         (blocks, FREEZES, None),
-        (blocks, FREEZES, "repeated"),
-        (blocks, [replace_weight, trains("1", True)], "repeated"),
+        (blocks, FREEZES, ["[0-9]"]),
+        (blocks, [replace_weight, trains("1", True)], ["[0-9]"]),
         (blocks, [replace_block, *FREEZES], None),
         (Turning, [lambda net: None], None),
         (Adapted, [activate_the_other], None),

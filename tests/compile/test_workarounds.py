@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import _torch, compile_phases, report_of, restore
 from tests.support.models import FEATURES
-from tests.support.stacks import Stack, blocks
 from tests.support.uncached import Uncached
 
 NO_PUBLIC_FUNCTION = "look in the release notes for a public function"
@@ -32,26 +30,6 @@ PARAMETERS = {
 
 def no_op(*args):
     """Stands in for a workaround that changes a graph."""
-
-
-def differs(make, train_mode="default", targets="repeated"):
-    """Whether verification finds a difference, or the compiler fails, in one training step."""
-    torch.manual_seed(0)
-    net = compile_phases(make(), train_mode, None, targets=targets, passes=[Uncached()])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net(torch.randn(5, FEATURES)).square().mean().backward()
-    report = report_of(net).train
-    restore(net)
-    return "whole_target" in {event["kind"] for event in report.diagnostics.events} or report.verified != "equal 1"
-
-
-def half_without_gradients():
-    def call(block, x):
-        with torch.set_grad_enabled(not block.special):
-            return block(x)
-
-    return Stack([*blocks(3, special=True), *blocks(3)], call)
 
 
 def set_grad_enabled_makes_an_object(monkeypatch):
@@ -72,7 +50,14 @@ def written_inputs_are_saved(monkeypatch):
             self.decay.mul_(0.9)
             return result
 
-    return differs(Decays, targets=None)
+    torch.manual_seed(0)
+    net = compile_phases(Decays(), "default", None, passes=[Uncached()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net(torch.randn(5, FEATURES)).square().mean().backward()
+    report = report_of(net).train
+    restore(net)
+    return report.verified != "equal 1"
 
 
 def donated_buffers_refuse_a_second_backward(monkeypatch):
@@ -84,38 +69,6 @@ def donated_buffers_refuse_a_second_backward(monkeypatch):
     finally:
         restore(net)
     return True
-
-
-def regions_reuse_the_trace_of_another_module(monkeypatch):
-    monkeypatch.setattr(_torch.regions, "region_of", torch.compiler.nested_compile_region)
-    return differs(half_without_gradients)
-
-
-def regions_with_other_arguments_share_code(monkeypatch):
-    monkeypatch.setattr(_torch.regions, "strict_comparison", contextlib.nullcontext)
-    return differs(half_without_gradients)
-
-
-def regions_refuse_floats(monkeypatch):
-    monkeypatch.setattr(_torch.regions, "with_constant_floats", contextlib.nullcontext)
-    return differs(lambda: Stack(blocks()), {"dynamic": True})
-
-
-def derived_schemas(monkeypatch):
-    """The names of the regions whose schemas torch derives in a training step of six equal blocks."""
-    names, derive = [], InvokeSubgraphHOP.gen_schema
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            InvokeSubgraphHOP, "gen_schema", lambda hop, *args: (names.append(args[1]), derive(hop, *args))[1]
-        )
-        assert not differs(lambda: Stack(blocks(6)))
-    return names
-
-
-def schemas_are_derived_for_each_call(monkeypatch):
-    monkeypatch.setattr(_torch.regions, "kept_schemas", contextlib.nullcontext)
-    names = derived_schemas(monkeypatch)
-    return len(names) >= 6 + len(set(names))
 
 
 def ddp_settings_are_global(monkeypatch):
@@ -164,11 +117,6 @@ NEEDED = {
     "autograd.save_copies": written_inputs_are_saved,
     "autograd.graph_is_kept": NO_PUBLIC_FUNCTION,
     "autograd.overwrite_no_saved_tensors": donated_buffers_refuse_a_second_backward,
-    "regions.region_of": regions_reuse_the_trace_of_another_module,
-    "regions.strict_comparison": regions_with_other_arguments_share_code,
-    "regions.with_constant_floats": regions_refuse_floats,
-    "regions.kept_schemas": schemas_are_derived_for_each_call,
-    "regions.expose_aliases": "test_memory_that_backward_reads_is_not_overwritten",
     "modes.restored_after_error": NO_PUBLIC_FUNCTION,
     "inductor.end_failed_warmup": "tests/gpu/test_out_of_memory.py",
     "frames.compile_function": compile_has_no_new_parameter,
@@ -188,12 +136,6 @@ NEEDED = {
 @pytest.mark.parametrize("name", [name for name, needed in NEEDED.items() if callable(needed)])
 def test_torch_still_needs_the_workaround(name, monkeypatch):
     assert NEEDED[name](monkeypatch), f"delete {name}"
-
-
-@pytest.mark.all_versions
-def test_the_schema_of_a_region_is_derived_once(monkeypatch):
-    names = derived_schemas(monkeypatch)
-    assert len(names) == len(set(names)) > 1
 
 
 def documented(path: Path):

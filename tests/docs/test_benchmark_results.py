@@ -134,13 +134,11 @@ def sample(name, table):
         return [row | {"way": WAYS_OF_ZOO.get(row["way"], row["way"])} if "zoo" in name else row for row in rows]
     if name == "scaling_depth":
         return json.loads((FOLDER / "cpu" / "scaling_depth_torch215.json").read_text())["rows"]
-    if name == "regions_train":
-        return json.loads((FOLDER / "h200" / "regions_1b.json").read_text())["rows"]
     (columns,) = table.show.args
     return [{column: "x" if form == "{}" else 1.0 for column, form in columns.items()}]
 
 
-@pytest.mark.parametrize("name", [*LIKE, "scaling_depth", "spiking", "memory", "regions_train", "warm_ranks", "faults"])
+@pytest.mark.parametrize("name", [*LIKE, "scaling_depth", "spiking", "memory", "warm_ranks", "faults"])
 def test_table_has_a_line_for_each_row(name, pages, results):
     folder, _ = results
     table = pages.TABLES[name]

@@ -214,9 +214,8 @@ class Layers(Classifier):
 
 @pytest.mark.usefixtures("no_codegen")
 @pytest.mark.parametrize("baseline_steps", [0, 2])
-@pytest.mark.parametrize("targets", [None, "repeated"])
-def test_equal_blocks_that_the_steps_call_share_a_graph(targets, baseline_steps):
-    callback = InductorCompile("default", None, targets=targets, baseline_steps=baseline_steps, on_error="raise")
+def test_equal_blocks_that_the_steps_call_share_a_graph(baseline_steps):
+    callback = InductorCompile("default", None, baseline_steps=baseline_steps, on_error="raise")
     assert_same_fit(callback, make=Layers, validation=None)
     train = callback.report.train
     assert train.targets == ("head", "net.layers.{0-2,4} (4 blocks, 2 graphs)", "net.layers.3")
