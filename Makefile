@@ -27,7 +27,7 @@ INSTALLED_MODELS := .venv-models/.installed
 OLDEST := torch==2.11.0 torchvision==0.26.0 lightning==2.5.6
 
 # The longest first. What makes one short stands behind it.
-EXAMPLES := resnet_digits activation_memory resnet_imagefolder fsdp2 ddp custom_pass finetune serve cli plain_loop ema resume
+EXAMPLES := resnet_digits activation_memory resnet_imagefolder fsdp2 ddp max_pool_backward custom_pass finetune serve cli plain_loop ema resume
 SHORT_resnet_digits := --max-epochs 3 --export
 SHORT_serve := --package build/digits.pt2
 SHORT_resnet_imagefolder := --fake-data --arch resnet18 --image-size 64 --limit-train-batches 8 --limit-val-batches 4

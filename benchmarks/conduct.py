@@ -53,7 +53,7 @@ class Variant:
     mode: Any = None
     targets: Any = None  # of the callback
     background: bool = False  # of the callback
-    passes: tuple[str, ...] = ()  # names of graph passes for the callback
+    max_pool_pass: bool = False  # the graph pass of examples/max_pool_backward.py for the callback
     dynamo: tuple[str, ...] = ()  # settings of torch._dynamo.config that are set to True by hand
 
 

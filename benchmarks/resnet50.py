@@ -27,8 +27,8 @@ def train_ways(modes: list[str]) -> Iterator[Variant]:
     yield from (Variant(f"child compiled by hand, {mode}", "fit", "child", mode) for mode in modes)
     yield Variant("Lightning's torch.compile(module)", "fit", "module")
     yield from (Variant(f'InductorCompile("{mode}")', "fit", "callback", mode) for mode in modes)
-    kernel = "TritonMaxPoolBackward"
-    yield Variant(f'InductorCompile("{modes[-1]}"), {kernel}', "fit", "callback", modes[-1], passes=(kernel,))
+    name = f'InductorCompile("{modes[-1]}"), TritonMaxPoolBackward'
+    yield Variant(name, "fit", "callback", modes[-1], max_pool_pass=True)
 
 
 def infer_ways(modes: list[str]) -> Iterator[Variant]:

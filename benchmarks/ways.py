@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import traceback
 import warnings
@@ -23,8 +24,7 @@ from torch import Tensor
 from trainer import Classifier, Ordinary, loader, make_trainer
 from turn import Turn
 
-import compile_callbacks.passes
-from compile_callbacks import InductorBackend, InductorCompile
+from compile_callbacks import GraphPass, InductorBackend, InductorCompile
 from compile_callbacks.report.file import environment
 
 WARM_UP_STEPS = 3  # not timed, before each block: other processes have used the device since the last block
@@ -151,7 +151,7 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
         modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
         # "auto" rejects a candidate with other results; for the other ways, results are not the subject here.
         verify = "warn" if way.mode == "auto" else "off"
-        passes = [getattr(compile_callbacks.passes, name)() for name in way.passes]
+        passes = [max_pool_pass()] if way.max_pool_pass else []
         settings = {} if work.ordinary else {"baseline_steps": 0, "verify": verify}
         callback = InductorCompile(**modes, targets=way.targets, passes=passes, background=way.background, **settings)
 
@@ -175,6 +175,14 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
         trainer.fit(torch.compile(module) if way.compiled == "module" else module, batches)
     else:
         trainer.predict(module, batches, return_predictions=False)
+
+
+def max_pool_pass() -> GraphPass:
+    """The graph pass of the example."""
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    from max_pool_backward import TritonMaxPoolBackward
+
+    return TritonMaxPoolBackward()
 
 
 def in_bare_loop(work: Workload, way: Variant, connection: Connection, turn: Turn, steps: int) -> None:

@@ -264,13 +264,6 @@ FLAGGED_PASS_TYPES: tuple[Any, ...] = () if _WITH_FLAG is None else (_WITH_FLAG,
 GRAPH_PASS_BASE: Any = _WITH_FLAG or _custom_graph_pass.CustomGraphPass
 
 
-def pool_offsets_to_indices() -> Any:
-    """Return Inductor's operator that converts 8-bit offsets within max pooling windows to indices in the image."""
-    from torch._inductor import inductor_prims
-
-    return inductor_prims._low_memory_max_pool_offsets_to_indices
-
-
 def pattern_matcher(
     pattern: Callable[..., Any],
     replacement: Callable[..., Any],

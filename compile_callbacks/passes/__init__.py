@@ -1,10 +1,9 @@
-"""Custom Inductor graph passes: base classes, helpers for writing passes, and the library's own pass.
+"""Custom Inductor graph passes: base classes, and helpers for writing passes.
 
 ``compile_callbacks.passes.testing`` has `check_pass`, which tests a pass.
 """
 
 from compile_callbacks.passes.base import GraphPass, graph_pass
-from compile_callbacks.passes.library.max_pool_backward import TritonMaxPoolBackward
 from compile_callbacks.passes.manager import GraphPassError, PassRun
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.passes.rewriting import (
@@ -25,7 +24,6 @@ __all__ = [
     "PatternPass",
     "RecordGraphs",
     "RecordedGraph",
-    "TritonMaxPoolBackward",
     "call_before",
     "count_ops",
     "find_nodes",

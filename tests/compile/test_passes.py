@@ -1,4 +1,4 @@
-"""The helpers to write and test graph passes, and `TritonMaxPoolBackward`."""
+"""The helpers to write and test graph passes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from torch import nn
 from compile_callbacks import InductorCompile, graph_pass
 from compile_callbacks.passes import (
     RecordGraphs,
-    TritonMaxPoolBackward,
     call_before,
     count_ops,
     find_nodes,
     pattern_pass,
     replace_node,
 )
-from compile_callbacks.passes.library.max_pool_backward import max_pool2d_backward
 from compile_callbacks.passes.testing import check_pass
-from tests.support.models import Classifier, Wrapper, loader, trainer
+from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -101,45 +99,3 @@ def test_record_graphs_writes_files_and_to_tensorboard(tmp_path):
     assert "addmm" in text
     events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0}).Reload()
     assert {f"graphs/{title}/text_summary" for title in titles} <= set(events.Tags()["tensors"])
-
-
-# ------------------------------------------------------------------------------------------ TritonMaxPoolBackward
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Half(Wrapper):
-    """Runs a module under autocast."""
-
-    def forward(self, x):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return self.net(x)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "settings", [(3, 2, 1), (2,), (3, 1, 1), ((3, 2), (2, 3), (1, 0))], ids=["3 by 2", "2", "3 by 1", "uneven"]
-)
-def test_the_gradient_of_a_max_pooling(settings, device):
-    net = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*settings))
-    x = torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last)
-    graph_pass = TritonMaxPoolBackward()
-    graph_pass.devices = (device,)  # on a CPU, its operator is its reference
-    result = check_pass(graph_pass, Half(net.to(device, memory_format=torch.channels_last)), x, phase="train")
-    result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
-    ops = result.ops_after
-    assert (ops[str(max_pool2d_backward)], ops["aten.max_pool2d_with_indices_backward.default"]) == (1, 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("channels", [3, 64, 100])
-@pytest.mark.parametrize("size", [(112, 112), (7, 9), (1, 33)])
-@pytest.mark.parametrize("ceil_mode", [False, True])
-def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, ceil_mode):
-    x = torch.randn(5, channels, *size, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
-    pool = nn.MaxPool2d(3, 2, 1, ceil_mode=ceil_mode)
-    out = torch.compile(pool, options={"post_grad_custom_post_pass": TritonMaxPoolBackward()})(x)
-    grad_output = torch.randn_like(out)
-    (actual,) = torch.autograd.grad(out, x, grad_output)
-    (expected,) = torch.autograd.grad(pool(x), x, grad_output)
-    torch.testing.assert_close(actual, expected)

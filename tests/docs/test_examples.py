@@ -11,9 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from compile_callbacks.passes.testing import check_pass
 from compile_callbacks.testing import assert_same_training
+from tests.support.models import Wrapper
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 pytest.importorskip("matplotlib")
@@ -91,3 +94,49 @@ def test_an_example_trains_as_it_does_without_the_callback(
     kwargs = {"accelerator": "cpu", "num_sanity_val_steps": 0, "limit_val_batches": 2, "callbacks": callbacks()}
     kwargs["precision"] = precision
     assert assert_same_training(make, make_data, steps=12, trainer_kwargs=kwargs) == "same"
+
+
+# ------------------------------------------------------------------------------------------ max_pool_backward.py
+
+
+@pytest.fixture
+def max_pool_pass(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("max_pool_backward").TritonMaxPoolBackward
+
+
+class Half(Wrapper):
+    """Runs a module under autocast."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.net(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "settings", [(3, 2, 1), (2,), (3, 1, 1), ((3, 2), (2, 3), (1, 0))], ids=["3 by 2", "2", "3 by 1", "uneven"]
+)
+def test_the_gradient_of_a_max_pooling(settings, device, max_pool_pass, no_codegen):
+    net = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*settings))
+    x = torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last)
+    net = Half(net.to(device, memory_format=torch.channels_last))
+    result = check_pass(max_pool_pass(device), net, x, phase="train")
+    result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
+    ops = result.ops_after
+    assert ops["examples.max_pool2d_backward.default"] == 1
+    assert ops["aten.max_pool2d_with_indices_backward.default"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [3, 64, 100])
+@pytest.mark.parametrize("size", [(112, 112), (7, 9), (1, 33)])
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, ceil_mode, max_pool_pass, no_codegen):
+    x = torch.randn(5, channels, *size, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    pool = nn.MaxPool2d(3, 2, 1, ceil_mode=ceil_mode)
+    out = torch.compile(pool, options={"post_grad_custom_post_pass": max_pool_pass()})(x)
+    grad_output = torch.randn_like(out)
+    (actual,) = torch.autograd.grad(out, x, grad_output)
+    (expected,) = torch.autograd.grad(pool(x), x, grad_output)
+    torch.testing.assert_close(actual, expected)
