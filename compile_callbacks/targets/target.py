@@ -113,8 +113,7 @@ def only_if_named(module: nn.Module) -> bool:
 
     Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
     ``allow_rnn`` is set), and breaks the graph of a target that contains them. With ``allow_rnn``, it unrolls the loop
-    over time: on a CPU, an ``nn.LSTM`` is not faster than eager, and an ``nn.GRU`` compiles for minutes
-    (benchmarks/rnns.py).
+    over time: on a CPU, an ``nn.LSTM`` is not faster than eager, and an ``nn.GRU`` compiles for minutes.
     """
     classes = type(module).__mro__
     is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
