@@ -22,8 +22,7 @@ class CompileError(RuntimeError):
     """Raised if a target cannot run compiled as requested.
 
     The reasons are: the compiler fails and ``on_error="raise"``; compiled results differ from eager and
-    ``verify="raise"``; an input has a new shape and ``new_shapes="raise"``; or compiled gradients cannot be
-    differentiated again.
+    ``verify="raise"``; or compiled gradients cannot be differentiated again.
     """
 
 

@@ -64,8 +64,8 @@ def check_fields(data: Any, dataclass: type, hint: str = "") -> None:
 
 
 REMOVED_ARGUMENTS = {
-    "new_shapes": "A call that the code does not fit runs eagerly; "
-    'torch.compiler.set_stance("fail_on_recompile") around trainer.fit raises instead',
+    "new_shapes": "A call that the code does not fit runs eagerly; to raise instead, call "
+    'torch.compiler.set_stance("fail_on_recompile") after the first compiled steps',
     "trace_dir": "Write TORCH_TRACE=folder python train.py instead",
     "budget_seconds": "It has no replacement: a Tune ends by itself",
     "min_speedup": "It has no replacement: a Tune always needs the same speedup",

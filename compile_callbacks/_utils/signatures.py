@@ -100,12 +100,6 @@ def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tup
                 yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
 
 
-def shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the tensor shapes in the inputs of a call, for messages: ``"args[0] (2, 3), kwargs['x'] (4,)"``."""
-    first = islice(inputs_of(args, kwargs), _MAX_VALUES)
-    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in first if isinstance(value, torch.Tensor))
-
-
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the entries of a container by name, or ``None`` for any other value. Omit objects within objects."""
     if isinstance(value, Mapping):

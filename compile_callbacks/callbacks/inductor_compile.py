@@ -17,7 +17,7 @@ from compile_callbacks._utils.messages import check_type, describe_failure, expl
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
-from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
+from compile_callbacks.graphs.failures import OnError, Verify
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
@@ -59,10 +59,6 @@ class InductorCompile(Callback):
             outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
             and ``"raise"`` ends the run. ``"off"`` skips the comparison. Results that rounding cannot explain at all,
             such as values that are not finite, run eagerly also with ``"warn"``.
-        new_shapes: The reaction to an input with a new shape. ``"recompile"`` recompiles, up to torch's recompile
-            limit. ``"eager"`` runs new shapes eagerly, and compiles a shape that recurs often. ``"raise"`` ends the
-            run. With every choice, dimensions that vary in the eager steps are dynamic in the first graph, unless the
-            mode sets ``dynamic``.
         cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run
             compiles in a fraction of the time, also on another machine of the same kind. The callback creates a
             missing folder. The folder must belong to you, because torch runs the code in it. If ``None``, torch uses
@@ -94,7 +90,6 @@ class InductorCompile(Callback):
         background: bool = False,
         on_error: OnError = "eager",
         verify: Verify = "warn",
-        new_shapes: NewShapes = "recompile",
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
@@ -108,7 +103,6 @@ class InductorCompile(Callback):
             "background": background,
             "on_error": on_error,
             "verify": verify,
-            "new_shapes": new_shapes,
             "cache_dir": cache_dir,
         }
         self.arguments = CompileArguments.checked(**given)

@@ -22,6 +22,10 @@ from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.profiling.recorder import CallInProgress
 from compile_callbacks.targets.target import Target
 
+RECOMPILE_AFTER, OF_LAST_CALLS = 8, 100
+"""A target is compiled again when this number of its last calls did not fit its code. Until then, such calls run
+eagerly, because a recompile takes as long as hundreds or thousands of eager steps."""
+
 _PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
 """If torch runs a frame eagerly that calls another target, it traces the dispatcher, which then calls the module. If
 this fails, the other target runs compiled, and torch must not trace that."""
@@ -39,8 +43,13 @@ class CompiledFunction:
 
     Repeated blocks form one target: torch's guards decide which blocks need separate graphs.
 
+    If torch's guards admit a call to none of the compiled graphs, the call runs eagerly. Only when `recompile_after` of
+    the last `OF_LAST_CALLS` calls did, torch compiles again.
+
     Attributes:
         call: The function, or ``None`` before `get` makes it.
+        calls: The number of calls of the function.
+        recompile_after: The number of calls without a fitting graph after which torch compiles again.
         hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
         eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
             skip them, too, but not only for this target.
@@ -58,6 +67,8 @@ class CompiledFunction:
         observed: ObservedCalls,
     ) -> None:
         self.call: Callable[..., Any] | None = None
+        self.calls = 0
+        self.recompile_after: float = RECOMPILE_AFTER
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
         self.eager_frames: set[types.CodeType] = set()
         self.why_no_graph: str | None = None
@@ -69,7 +80,9 @@ class CompiledFunction:
         self._observed = observed
         self._recorder = fallback.recorder
         self._code: types.CodeType | None = None
-        self._guards_hooks = self._integers_reported = False
+        self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
+        self._misses: list[int] = []  # the numbers of the calls that no graph fitted, since the last compile
+        self._guards_hooks = self._integers_reported = self._always_compiles = False
 
     def get(self) -> Callable[..., Any]:
         """Return the function, after a look for hooks. The function compiles when it is called.
@@ -88,12 +101,21 @@ class CompiledFunction:
         """Free the compiled code with its frozen weights."""
         self.call = None
         self.eager_frames.clear()
+        self._compiled_code.clear()
         self._backend.free()
 
     def _compile(self) -> Callable[..., Any]:
         name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
         function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
+        self._compiled_code.clear()
+        self._always_compiles = (
+            self._config.fullgraph  # torch 2.15 raises "found no compiled frames" if the call runs eagerly
+            or len(self._target.members) > 1  # equal blocks share the function, and may need a graph each
+            or any(member.sharded for member in self._target.members)
+            # Ranks whose code is not the same may communicate in another order. See also `has_collective`.
+            or any(isinstance(part, nn.SyncBatchNorm) for part in self._target.members[0].module.modules())
+        )
         CompiledFunction._compiles += 1
         self.call = _torch.frames.compile_function(
             function,
@@ -117,9 +139,11 @@ class CompiledFunction:
         many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
         return (CompiledFunction._compiles if shares else 1) * (len(self._target.members) if many else 1)
 
-    def _dynamo_settings(self) -> dict[str, Any]:
-        """Return the settings of the config, and a setting for integers that would need a graph for each value."""
+    def _dynamo_settings(self, call: CallInProgress) -> dict[str, Any]:
+        """Return the settings of the config, and settings for integers that change and for a second set of sizes."""
         settings, names = torchs_settings(self._config.dynamo), self._observed.changing_integers.names
+        if self._config.dynamic is None and self._observed.sizes.is_second_set(call.args, call.kwargs):
+            settings["automatic_dynamic_shapes"] = False
         if not names or self._config.dynamic is False or _UNSPEC in settings:
             return settings
         if not self._integers_reported:
@@ -142,8 +166,10 @@ class CompiledFunction:
         is_own = frame.code is self._code
         if frame.code.co_filename.startswith(_PACKAGE) and not (is_own or frame.code.co_filename.endswith(_TRACED)):
             return _torch.frames.skip_frame()
+        if frame.code in self._compiled_code and self._runs_miss_eagerly():
+            return _torch.frames.run_frame_eagerly()
         call = self._fallback.eventful_call()
-        call.code = frame.code
+        call.compiles, call.code = True, frame.code
         try:
             is_first = is_own and not self._backend.graphs
             if is_first and self._observed.gradients_differentiated:
@@ -157,6 +183,8 @@ class CompiledFunction:
                 self.why_no_graph = _torch.frames.skipped(result)
                 if self._config.fullgraph and self.why_no_graph:
                     raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {self.why_no_graph}")
+            if _torch.frames.is_compiled(result):
+                self._compiled_code.add(frame.code)
             return result
         except Exception as error:
             if frame.is_graph_break(error):
@@ -171,18 +199,34 @@ class CompiledFunction:
             self._recorder.part_runs_eagerly()
             return _torch.frames.run_frame_eagerly()
 
+    def _runs_miss_eagerly(self) -> bool:
+        """Return whether a frame of the running call runs eagerly, because none of its graphs fits the call."""
+        call = self._recorder.calling.current
+        if call is None or call.compiles or self._always_compiles or self._backend.has_collective:
+            return False
+        if _torch.autograd.saves_through_hooks():
+            return False  # because an activation checkpoint must recompute with the code of the forward pass
+        if not call.missed:  # a call counts once, with any number of frames
+            self._observed.sizes.record_compiled(call.args, call.kwargs)
+            self._misses = [number for number in self._misses if number > self.calls - OF_LAST_CALLS] + [self.calls]
+            if len(self._misses) >= self.recompile_after:
+                self._misses.clear()
+                return False
+            call.missed = call.partly_eager = True
+        return True
+
     @contextlib.contextmanager
     def _tracing(self, call: CallInProgress) -> Iterator[None]:
         """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
         if not call.traced:
             call.traced = True
-            self._observed.record(call.args, call.kwargs)
+            self._observed.sizes.record_compiled(call.args, call.kwargs)
         with contextlib.ExitStack() as settings:
             if self._config.dynamic is None:
                 settings.enter_context(self._observed.marked(call.args, call.kwargs))
             settings.enter_context(
                 _torch.dynamo.trace_settings(
-                    self._dynamo_settings(),
+                    self._dynamo_settings(call),
                     limit_factor=self._limit_factor(),
                     guards_hooks=self._guards_hooks,
                     frozen=self._key.frozen,

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
-from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.signatures import shapes, signature
+from compile_callbacks._utils.signatures import signature
 from compile_callbacks.calls.compiled_function import CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
-from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS, ObservedCalls, ShapePolicy
+from compile_callbacks.calls.observed_calls import ObservedCalls
 from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.graphs.failures import EagerFallback, TargetSettings, describe
+from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
@@ -75,10 +73,6 @@ class CompiledTarget:
         self.backend = GraphBackend(target, config, self._fallback)
         self._observed = observed
         self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
-        # One policy for each block, because the first block gets other inputs than later blocks (requires_grad).
-        self._shapes = {member: ShapePolicy(settings.new_shapes) for member in self._members}
-        self._new_shapes_reported = False
-        self._limits_shapes = settings.new_shapes != "recompile"
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
@@ -98,7 +92,8 @@ class CompiledTarget:
         transformed = _transforms() is not None or _forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or self._warnings or transformed) and self._runs_call_eagerly(outer, args, kwargs):
-            self._count_eager_call(executions.graphs)
+            if outer is None or not outer.missed:  # otherwise, the outer call counts
+                self._count_eager_call(executions.graphs)
             return member.eager(*args, **kwargs)
         compiled = function.call
         if compiled is None or self._frozen or hooks_changed:
@@ -109,17 +104,14 @@ class CompiledTarget:
             compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
-        stance = self._stance(member, args, kwargs) if self._limits_shapes else None
         if self._state_changes is not None:
             self._state_changes.call_begins(member.module)
         graphs_before = executions.graphs
         calling.current = call = CallInProgress()
-        call.key, call.args, call.kwargs, call.nested_calls_eager = self.key, args, kwargs, stance is not None
+        call.key, call.args, call.kwargs = self.key, args, kwargs
+        function.calls += 1
         try:
-            if stance is None:
-                result = compiled(member.module, *args, **kwargs)
-            else:
-                result = self._call_under(stance, compiled, member, args, kwargs)
+            result = compiled(member.module, *args, **kwargs)
         except Exception:
             if not call.nothing_ran:
                 self._raised(call)
@@ -128,7 +120,7 @@ class CompiledTarget:
             calling.current = outer
             # torch runs none of its graphs for example at its recompile limit.
             if call.partly_eager or executions.graphs == graphs_before:
-                self._count_eager_call(graphs_before)
+                self._count_eager_call(graphs_before, missed=call.missed)
         if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
         if call.eventful or self._state_changes is not None:
@@ -141,12 +133,12 @@ class CompiledTarget:
             self._issue_warnings()
         return result
 
-    def _count_eager_call(self, graphs_before: int) -> None:
+    def _count_eager_call(self, graphs_before: int, *, missed: bool = False) -> None:
         """Count a call that ran eagerly, or of which a part did."""
         executions = self._executions
         executions.eager_calls[self.key] += 1
         # If the same part runs eagerly in each call, its step times can be compared.
-        varies = executions.graphs == graphs_before or self.backend.waits
+        varies = missed or executions.graphs == graphs_before or self.backend.waits
         executions.mixed_calls += self.backend.graphs > 0 and varies
 
     def _store_outcome(self, call: CallInProgress) -> None:
@@ -205,7 +197,7 @@ class CompiledTarget:
             self._warn.warn(code, message, about=about)
 
     def _runs_call_eagerly(self, outer: CallInProgress | None, args: Any, kwargs: Any) -> bool:
-        if outer is not None and outer.nested_calls_eager:
+        if outer is not None and outer.missed and not _torch.autograd.saves_through_hooks():
             return True
         self.called = True
         if _torch.dynamo.is_transformed():
@@ -221,34 +213,6 @@ class CompiledTarget:
         if self._runs_target_eagerly and not _torch.autograd.saves_through_hooks():
             return True
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
-
-    def _stance(self, member: Callee, args: Any, kwargs: Any) -> str | None:
-        policy = self._shapes[member]
-        if self.on_trial:
-            # The first call of a candidate may have unusual shapes, for example in the last batch of an epoch.
-            policy.allow(args, kwargs)
-        return policy.stance(args, kwargs)
-
-    def _call_under(self, stance: str, compiled: Callable[..., Any], member: Callee, args: Any, kwargs: Any) -> Any:
-        """Call the member with new shapes, without a new compile."""
-        try:
-            with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-                graphs = self._executions.graphs
-                result = compiled(member.module, *args, **kwargs)
-                if self._executions.graphs == graphs and not self._new_shapes_reported:
-                    self._new_shapes_reported = True
-                    reason = f"new_shapes='eager' compiles a new shape only in its {RETURNING_SHAPE_CALLS}th call"
-                    self._recorder.record("eager_call", self.key, reason=reason, code="CC107")
-                return result
-        except RuntimeError as error:
-            if stance not in str(error):
-                raise
-        target, phase = self.key[:2]
-        message = (
-            f"target {target!r} was called in the {phase} phase with inputs of the shapes {shapes(args, kwargs)}, "
-            "for which it is not compiled, and new_shapes='raise'. Set 'recompile' or 'eager' to allow new shapes"
-        )
-        raise CompileError(with_code("CC107", message))
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
         if self._fallback.settings.on_error == "raise":
@@ -300,10 +264,9 @@ class CompiledTarget:
 
     # ------------------------------------------------------------------------------------------ settings and results
 
-    def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Allow calls with these shapes to compile, with any ``new_shapes``."""
-        for policy in self._shapes.values():
-            policy.allow(args, kwargs)
+    def compile_new_inputs(self, *, after: float) -> None:
+        """Set the number of calls that no graph fits after which the target is compiled again."""
+        self._function.recompile_after = after
 
     @property
     def on_trial(self) -> bool:

@@ -1,9 +1,8 @@
-"""`ObservedCalls`: records facts about a target's eager calls. `ShapePolicy`: decides which calls may compile."""
+"""`ObservedCalls`: records facts about a target's eager calls."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,18 +11,9 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks._utils.signatures import inputs_of, signature
+from compile_callbacks._utils.signatures import inputs_of
+from compile_callbacks.calls.input_sizes import InputSizes, input_key
 from compile_callbacks.calls.python_state import ChangingIntegers, ChangingState
-from compile_callbacks.graphs.failures import NewShapes
-
-RETURNING_SHAPE_CALLS = 8
-"""With ``new_shapes="eager"``, the number of calls with one shape after which the shape is compiled.
-
-torch's default ``recompile_limit`` is the same number.
-"""
-
-SPECIALIZED = (0, 1)
-"""Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
 
 
 class ObservedCalls:
@@ -32,9 +22,8 @@ class ObservedCalls:
     The facts are the dimensions and integers of the inputs that vary, the Python state and the integer attributes that
     change, and whether the gradients are differentiated.
 
-    `record` gets the inputs of eager calls and of calls that compile. A dimension varies if it had two sizes other than
-    0 and 1. Within `marked`, torch treats varying dimensions and integers as dynamic, and all others as static. The
-    first graph then accepts all recorded sizes, and one recompile is enough for dimensions that vary later.
+    Within `marked`, torch treats the dimensions and integers that vary as dynamic, and all others as static. The first
+    graph then accepts the sizes of all eager calls that occur often.
     """
 
     def __init__(self, running: list[ObservedCalls]) -> None:
@@ -47,24 +36,13 @@ class ObservedCalls:
             CHANGING_STATE: self.changing_state,
             CHANGING_INTEGERS: self.changing_integers,
         }
-        self._sizes: dict[str, list[int | None]] = {}  # by input; None if the size varies; an integer has one entry
-
-    def record(self, args: Any, kwargs: Any) -> None:
-        """Record the sizes of a call's inputs. This takes about 1 µs per input."""
-        for name, value in inputs_of(args, kwargs):
-            is_tensor = isinstance(value, torch.Tensor)
-            sizes: list[int | None] = [*value.shape] if isinstance(value, torch.Tensor) else [value]
-            known = self._sizes.setdefault(_key(name, value), sizes)
-            for i, (before, now) in enumerate(zip(known, sizes, strict=True)):
-                if before is None or before == now or (is_tensor and now in SPECIALIZED):
-                    continue
-                known[i] = now if is_tensor and before in SPECIALIZED else None
+        self.sizes = InputSizes()
 
     def recording(self, call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a target's eager call to `record` its inputs, and to observe Python state and the backward pass."""
+        """Wrap a target's eager call to observe its inputs, Python state and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self.record(args, kwargs)
+            self.sizes.record_eager(args, kwargs)
             self.changing_state.call_begins(module)
             self.changing_integers.call_begins(module)
             self._running.append(self)
@@ -92,11 +70,11 @@ class ObservedCalls:
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Mark the inputs that vary as dynamic in a ``with`` block in which torch compiles."""
-        varying = self._varying()
+        varying = self.sizes.varying()
         integers = []
         with contextlib.ExitStack() as undo:
             for name, value in inputs_of(args, kwargs) if varying else ():
-                dimensions = varying.get(_key(name, value))
+                dimensions = varying.get(input_key(name, value))
                 if dimensions is None:
                     continue
                 if isinstance(value, torch.Tensor):
@@ -107,14 +85,9 @@ class ObservedCalls:
                 undo.enter_context(_torch.dynamo.numbers_as_dynamic(integers))
             yield
 
-    def _varying(self) -> dict[str, list[int]]:
-        """Return the dimensions that vary, by input. A varying integer has the entry ``[0]``."""
-        varying = {name: [i for i, size in enumerate(sizes) if size is None] for name, sizes in self._sizes.items()}
-        return {name: dimensions for name, dimensions in varying.items() if dimensions}
-
     def state(self) -> dict[str, Any]:
         """Return the observations as JSON-ready data."""
-        state: dict[str, Any] = {**self._varying()}
+        state: dict[str, Any] = {**self.sizes.varying()}
         for key, changing in self._changing.items():
             if changing.names:
                 state[key] = sorted(changing.names)
@@ -131,12 +104,7 @@ class ObservedCalls:
             if key == DIFFERENTIATED:
                 self.gradients_differentiated = True
                 continue
-            rank = key.rpartition(":")[2] if isinstance(key, str) else ""
-            count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
-            if isinstance(dimensions, list) and all(type(i) is int and 0 <= i < count for i in dimensions):
-                known = self._sizes.setdefault(key, [0] * count)
-                for i in dimensions:
-                    known[i] = None
+            self.sizes.restore({key: dimensions})
 
 
 CHANGING_STATE, CHANGING_INTEGERS = "changing state", "changing integers"
@@ -172,37 +140,3 @@ class CallRecords:
             for target, varying in of_phase.items() if isinstance(of_phase, Mapping) else ():
                 if isinstance(target, str):
                     self.of(target, phase).restore(varying)
-
-
-class ShapePolicy:
-    """Decides whether a call may compile. The decision depends on the shapes of earlier calls."""
-
-    def __init__(self, new_shapes: NewShapes) -> None:
-        self._new_shapes = new_shapes
-        self._known: set[Any] = set()
-        self._calls: Counter[Any] = Counter()
-
-    def allow(self, args: Any, kwargs: Any) -> None:
-        """Allow calls with these shapes to compile."""
-        self._known.add(signature(args, kwargs))
-
-    def stance(self, args: Any, kwargs: Any) -> str | None:
-        """Return the stance for a call, or ``None`` if the call may compile. See ``torch.compiler.set_stance``.
-
-        With the stance, torch still runs a compiled graph that accepts the shapes, such as a dynamic graph.
-        """
-        call = signature(args, kwargs)
-        if call in self._known:
-            return None
-        self._calls[call] += 1
-        returning = self._new_shapes == "eager" and self._calls[call] >= RETURNING_SHAPE_CALLS
-        # An activation checkpoint must not recompute with compiled code if its forward pass was eager.
-        if not self._known or (returning and not _torch.autograd.saves_through_hooks()):
-            self._known.add(call)
-            return None
-        return "eager_on_recompile" if self._new_shapes == "eager" else "fail_on_recompile"
-
-
-def _key(name: str, value: torch.Tensor | int) -> str:
-    """Return an input's name with its number of dimensions, which separates tensors of different ranks."""
-    return f"{name}:{value.dim()}" if isinstance(value, torch.Tensor) else f"{name}:int"

@@ -42,6 +42,7 @@ class GraphBackend:
 
     def __init__(self, target: Target, config: InductorConfig, fallback: EagerFallback) -> None:
         self.graphs = 0  # the number of compiled graphs
+        self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         # torch never frees a backend, so a backend must not keep the module alive.
@@ -75,6 +76,7 @@ class GraphBackend:
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         has_collective = _torch.graphs.has_collective(graph_module)  # the copy has no metadata of DTensors
+        self.has_collective |= has_collective
         statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
         read_statistics = operator.itemgetter(*statistics) if statistics else None
 

@@ -1,4 +1,4 @@
-"""`TargetSettings`: the reactions to failures, differences from eager and new input shapes. `EagerFallback` reacts."""
+"""`TargetSettings`: the reactions to failures and differences from eager. `EagerFallback` reacts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
 
-NewShapes = Literal["recompile", "eager", "raise"]
-"""The reaction to an input with a new shape: recompile, run eagerly, or raise an error."""
-
 Verify = Literal["off", "warn", "eager", "raise"]
 """The reaction if a new graph differs from eager: warn, run eagerly, or raise an error. ``"off"`` compares nothing.
 
@@ -37,7 +34,6 @@ class TargetSettings:
 
     on_error: OnError = "eager"
     verify: Verify = "off"
-    new_shapes: NewShapes = "recompile"
     on_trial: bool = False
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
@@ -50,7 +46,6 @@ class TargetSettings:
             raise ValueError(with_code("CC201", f"verify={self.verify} is not one of the choices: verify={choice}"))
         check_choice("on_error", self.on_error, get_args(OnError))
         check_choice("verify", self.verify, get_args(Verify))
-        check_choice("new_shapes", self.new_shapes, get_args(NewShapes))
 
     def for_trial(self) -> TargetSettings:
         """Return these settings for candidates of a `Tune`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
-from compile_callbacks.graphs.failures import NewShapes, OnError, TargetSettings, Verify
+from compile_callbacks.graphs.failures import OnError, TargetSettings, Verify
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
@@ -58,7 +59,6 @@ class InductorBackend:
             fields. ``freezing`` freezes the weights into the code.
         verify: The reaction if a graph differs from eager at its first execution. See `InductorCompile`.
         on_error: The reaction if the compiler fails. See `InductorCompile`. A `build` that raises changes nothing.
-        new_shapes: The reaction to an input whose shape no sample has. See `InductorCompile`.
         name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Attributes:
@@ -87,11 +87,10 @@ class InductorBackend:
         *,
         verify: Verify = "warn",
         on_error: OnError = "eager",
-        new_shapes: NewShapes = "recompile",
         name: str | None = None,
     ) -> None:
         self.config = as_compiling_config(mode)
-        self._settings = TargetSettings(on_error=on_error, verify=verify, new_shapes=new_shapes)
+        self._settings = TargetSettings(on_error=on_error, verify=verify)
         check_type("name", name, (str, type(None)), "a string or None")
         self.name = "InductorBackend" if name is None else name
         if not self.name.strip() or not self.name.isprintable():
@@ -159,6 +158,9 @@ class InductorBackend:
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled module, without gradients and in evaluation mode.
 
+        Inputs that no graph fits, such as inputs with shapes that no sample has, run eagerly. With ``fullgraph``, they
+        are compiled.
+
         Args:
             args: Positional arguments. The method moves their tensors to the device, also in lists, tuples and dicts.
             kwargs: Keyword arguments. The method moves their tensors, too.
@@ -167,8 +169,8 @@ class InductorBackend:
             The module's result.
 
         Raises:
-            CompileError: If no sample has the shapes and ``new_shapes="raise"``, if the compiler fails and
-                ``on_error="raise"``, or if results differ from eager and ``verify="raise"``.
+            CompileError: If the compiler fails and ``on_error="raise"``, or if results differ from eager and
+                ``verify="raise"``.
         """
         if self._session is None:
             self._after("infer")
@@ -234,7 +236,6 @@ class InductorBackend:
             "config": self.config.to_dict(),
             "verify": self._settings.verify,
             "on_error": self._settings.on_error,
-            "new_shapes": self._settings.new_shapes,
             "device": str(self.device),
             **saved_state.state_of(self._module, self._samples),
         }
@@ -272,7 +273,6 @@ class InductorBackend:
             InductorConfig.from_dict(state["config"], allow_passes=allow_passes),
             verify=state["verify"],
             on_error=state["on_error"],
-            new_shapes=state["new_shapes"],
             name=state["name"],
         )
         backend.device = torch.device(state["device"])
@@ -306,13 +306,14 @@ class InductorBackend:
             module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             before = Snapshot(module)
+            session.compile_new_inputs(after=1)
             try:
                 for sample in samples:
                     args, kwargs = saved_state.on_device(sample, target)
-                    session.allow_shapes(args, kwargs)
                     _call(modules, target, args, kwargs)
             finally:
                 before.restore()
+            session.compile_new_inputs(after=math.inf)
             session.check("infer")
             self._undo = undo.pop_all()
         self._module, self._modules, self.device, self._session, self.state = module, modules, target, session, after

@@ -14,7 +14,7 @@ from compile_callbacks._utils.errors import with_code
 FORMAT = "compile_callbacks.InductorBackend"
 VERSION = 1  # increase it with each change that an older version of this library would misread
 
-_FIELDS = {"name", "config", "verify", "on_error", "new_shapes", "device", "module", "state_dict", "samples"}
+_FIELDS = {"name", "config", "verify", "on_error", "device", "module", "state_dict", "samples"}
 
 Sample = tuple[Any, ...] | dict[str, Any]
 """The arguments of one call: positional arguments, or keyword arguments."""

@@ -26,7 +26,8 @@ class CallInProgress:
         key: The target and its phase.
         args: The positional arguments.
         kwargs: The keyword arguments.
-        nested_calls_eager: Whether other targets run eagerly within this call.
+        missed: Whether none of the target's graphs fits this call. Other targets then run eagerly within it.
+        compiles: Whether Dynamo traced a frame, so that frames without a graph that fits are traced, too.
         partly_eager: Whether a part of the call ran eagerly.
         code: The code of the frame that Dynamo converts.
         eventful: Whether any attribute below differs from its default.
@@ -52,7 +53,7 @@ class CallInProgress:
     key: CompileKey
     args: Any = ()
     kwargs: Any = None
-    nested_calls_eager = partly_eager = False
+    missed = compiles = partly_eager = False
     code: types.CodeType | None = None
 
 

@@ -229,6 +229,9 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
     waited = report.diagnostics.waiting_steps
+    if not waited and (calls := report.diagnostics.eager_calls):
+        target = max(calls, key=calls.__getitem__)
+        return f"none of the graphs of {target!r} fits {_count(calls[target], 'call')}", "CC103"
     return "most steps " + ("ran before the compiled code was loaded" if waited else "called no compiled graph"), ""
 
 

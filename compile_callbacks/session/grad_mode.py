@@ -16,7 +16,7 @@ from compile_callbacks._utils.messages import explain_unknown_arguments
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
-from compile_callbacks.graphs.failures import NewShapes, OnError, Verify
+from compile_callbacks.graphs.failures import OnError, Verify
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
@@ -39,7 +39,6 @@ def compile_phases(
     passes: Sequence[Any] = (),
     on_error: OnError = "eager",
     verify: Verify = "warn",
-    new_shapes: NewShapes = "recompile",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Compile a module or a function for a hand-written loop, with or without Fabric.
@@ -58,7 +57,6 @@ def compile_phases(
         passes: See `InductorCompile`.
         on_error: See `InductorCompile`.
         verify: See `InductorCompile`.
-        new_shapes: See `InductorCompile`.
         cache_dir: See `InductorCompile`. torch uses the folder until `restore`, or until the module is deleted.
 
     Returns:
@@ -84,7 +82,6 @@ def compile_phases(
         "passes": passes,
         "on_error": on_error,
         "verify": verify,
-        "new_shapes": new_shapes,
         "cache_dir": cache_dir,
     }
     if module is None:
@@ -150,10 +147,10 @@ class GradModeSession(Session):
         variants = {phase: self._policies.chosen(phase) for phase in PHASES}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
 
-    def allow_shapes(self, args: Any, kwargs: Any) -> None:
-        """Allow inference calls with these shapes to compile, with any ``new_shapes``."""
+    def compile_new_inputs(self, *, after: float) -> None:
+        """Set the number of inference calls that no graph fits after which a target is compiled again."""
         for compiled_target in self._switch.compiled_targets("infer"):
-            compiled_target.allow_shapes(args, kwargs)
+            compiled_target.compile_new_inputs(after=after)
 
     def end_with_module(self) -> None:
         """End this session when the module is deleted. This does not keep the module alive."""

@@ -152,17 +152,19 @@ def test_wrong_samples_are_refused_by_their_index(samples, error, text):
         InductorBackend().build(linear(), samples)
 
 
-@pytest.mark.parametrize("new_shapes", ["eager", "raise"])
-def test_new_shapes_are_those_of_no_sample(new_shapes):
-    backend = InductorBackend({"dynamic": False}, new_shapes=new_shapes)
-    backend.build(Model(), [batch(2), batch(3)])
-    for size in (2, 3):
+@pytest.mark.all_versions
+def test_inputs_that_no_sample_has_run_eagerly():
+    backend = InductorBackend({"dynamic": False}).build(Model(), [batch(2), batch(3)])
+    for size in (2, 3, *[5] * 20):
         torch.testing.assert_close(backend.infer(batch(size)), eagerly(batch(size)))
-    if new_shapes == "eager":
-        torch.testing.assert_close(backend.infer(batch(5)), eagerly(batch(5)))
-    else:
-        with pytest.raises(CompileError, match=r"\(5, 8\)"):
-            backend.infer(batch(5))
+    report = backend.report.infer
+    assert (report.graphs, report.diagnostics.eager_calls) == (2, {"forward": 20})
+
+
+@pytest.mark.all_versions
+def test_fullgraph_compiles_inputs_that_no_sample_has():
+    backend = InductorBackend({"dynamic": False, "fullgraph": True}).build(Model(), batch(2))
+    torch.testing.assert_close(backend.infer(batch(5)), eagerly(batch(5)))
     assert backend.report.infer.graphs == 2
 
 
@@ -215,7 +217,6 @@ def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
         ({"mode": None}, ValueError, "mode=None compiles nothing"),
         ({"mode": {"optoins": {}}}, ValueError, "mode: field='optoins'"),
         ({"verify": "no"}, ValueError, "verify='no'"),
-        ({"new_shapes": "stop"}, ValueError, "new_shapes='stop'"),
         ({"name": "a\nb"}, ValueError, "name="),
     ],
 )

@@ -51,7 +51,6 @@ STATIC = {"train_mode": {"dynamic": False}}
 CASES = {
     "ten strings": (lambda step: (20, f"name {step % 10}"), STATIC),
     "many sizes": (lambda step: (2 + step % 12, "a"), STATIC),
-    "new shapes run eagerly": (lambda step: (20 if step < 4 else 2 + step % 12, "a"), STATIC | {"new_shapes": "eager"}),
 }
 
 

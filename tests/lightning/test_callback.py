@@ -164,7 +164,11 @@ def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(mode):
         ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
         ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
         ({"trace_dir": "trace"}, TypeError, "has no argument 'trace_dir'. Write TORCH_TRACE=folder python train.py"),
-        ({"new_shape": "raise"}, TypeError, "has no argument 'new_shape'. Did you mean 'new_shapes'"),
+        (
+            {"new_shapes": "raise"},
+            TypeError,
+            "has no argument 'new_shapes'. A call that the code does not fit runs eagerly",
+        ),
         ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),
         ({"targets": []}, ValueError, "targets"),
         ({"baseline_steps": -1}, ValueError, "baseline_steps=-1"),

@@ -111,14 +111,11 @@ def options(mode, more):
     return InductorConfig(options={**resolved, **SAME_DROPOUT, **more})
 
 
-@pytest.mark.parametrize(
-    ("make", "freezing", "new_shapes"),
-    [(ConvNet, True, "recompile"), (TwoHeads, False, "recompile"), (Transformer, False, "eager")],
-)
+@pytest.mark.parametrize(("make", "freezing"), [(ConvNet, True), (TwoHeads, False), (Transformer, False)])
 @pytest.mark.filterwarnings("ignore:the compiled graphs of target 'forward' use")  # torch 2.11 breaks at the fast path
-def test_every_stage_equals_eager(make, freezing, new_shapes):
+def test_every_stage_equals_eager(make, freezing):
     modes = options("default", {}), options("default", {"freezing": freezing})
-    callback = InductorCompile(*modes, new_shapes=new_shapes, baseline_steps=0)
+    callback = InductorCompile(*modes, baseline_steps=0)
     results = every_stage(make, [callback])
     report = callback.report
     assert min(report.train.graphs, report.infer.graphs) >= 1

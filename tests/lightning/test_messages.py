@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, _torch
 from compile_callbacks.report.summary import describe_verdict, next_step
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, batches_of, fit
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen", "dropped_backends_go")]
 
@@ -94,7 +94,6 @@ BACKWARD_HOOK = "Module-level backwards hooks require compiled autograd"
         (lambda: Classifier(Sparse()), {}, "CC101", "torch.compile does not support sparse Tensors"),
         pytest.param(lambda: Classifier(Force()), {"train": 2}, "CC101", "torch.autograd.grad", marks=NEWER),
         pytest.param(lambda: Classifier(Force()), {}, "CC101", "torch.autograd.grad", marks=NEWER),
-        (Classifier, {"train": batches_of(*range(2, 12)), "new_shapes": "eager"}, "CC107", "only in its 8th call"),
     ],
 )
 def test_a_phase_without_compiled_steps_has_one_reason_everywhere(make, settings, code, reason):

@@ -1,4 +1,4 @@
-"""Shapes that vary in the eager steps are dynamic in the first graph; `new_shapes` decides about later ones."""
+"""Dimensions that vary in the eager steps are dynamic in the first graph. Later calls that no graph fits run eagerly."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import os
 import signal
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileError, InductorCompile
-from compile_callbacks.calls.observed_calls import RETURNING_SHAPE_CALLS
+from compile_callbacks import GraphPass, InductorCompile
 from tests.support.against_eager import assert_fits_as_eager
-from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
+from tests.support.models import Classifier, Wrapper, batches_of, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -68,7 +69,7 @@ VARYING = [(4, 5), (4, 5), (6, 7), (4, 5), (5, 9), (6, 5), (3, 8), (4, 4), (1, 6
 @pytest.mark.parametrize(
     ("batches", "graphs"),
     [
-        (words(*VARYING), 2),  # torch compiles batch size 1 separately
+        (words(*VARYING), 1),  # torch would compile batch size 1 separately, which comes twice
         (words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6)), 1),
     ],
     ids=["dimensions", "integers"],
@@ -88,14 +89,14 @@ def test_no_mark_is_left_on_the_users_tensors():
         assert not [name for name in vars(batch["words"]) if "weak_dynamic" in name or "marking" in name]
 
 
-RAGGED_WORDS = [(4, 5)] * 6 + [(6, 7)]  # the ragged batch comes after the baseline
+VARYING_LATER = [(4, 5)] * 6 + [(4, 5), (6, 7), (3, 6)] * 8  # after the baseline
 
 
 def test_cache_dir_remembers_the_shapes_for_the_next_run(tmp_path):
     graphs = []
     for _ in range(2):
         callback = InductorCompile(infer_mode=None, baseline_steps=2, cache_dir=tmp_path)
-        losses(words(*RAGGED_WORDS), callback)
+        losses(words(*VARYING_LATER), callback)
         graphs.append(callback.report.train.graphs)
         torch.compiler.reset()
     assert graphs == [2, 1]
@@ -108,33 +109,166 @@ def test_validation_outside_of_fit_takes_its_graph_from_the_cache_and_is_no_reco
     module = seeded(Words)
     run = trainer(callback, num_sanity_val_steps=0)
     run.fit(module, words((4, 5)), words((4, 5)))
-    run.validate(module, words((4, 5)), verbose=False)
+    for _ in range(8):
+        run.validate(module, words((4, 5)), verbose=False)
     infer = callback.report.infer
     assert (infer.graphs, infer.recompiles, infer.cache_hits) == (2, 0, 2 - infer.diagnostics.cache_misses)
 
 
-RAGGED = {"train": batches_of(4, 4, 3), "validation": batches_of(4, 2)}
+class HasSymbols(GraphPass):
+    """Records whether each graph has symbolic sizes."""
+
+    hook = "post_grad_post"
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __call__(self, graph, is_inference):
+        values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        self.found.append(any(isinstance(value, torch.SymInt) for value in values))
+
+    def uuid(self):
+        return None
 
 
-@pytest.mark.parametrize(("new_shapes", "graphs"), [("recompile", 2), ("eager", 1)])
-def test_a_ragged_last_batch(new_shapes, graphs):
-    callback = InductorCompile({"dynamic": False}, {"dynamic": False}, new_shapes=new_shapes, baseline_steps=0)
-    assert_fits_as_eager(callback, **RAGGED, max_epochs=2)
-    assert (callback.report.train.graphs, callback.report.infer.graphs) == (graphs, graphs)
-    assert callback.report.train.recompiles == graphs - 1
+@pytest.mark.parametrize("baseline_steps", [0, 10])
+def test_a_smaller_last_batch_runs_eagerly_and_costs_no_graph(baseline_steps):
+    callback = InductorCompile(baseline_steps=baseline_steps)
+    batches = {"train": batches_of(*[16] * 100, 9), "validation": batches_of(*[16] * 20, 5)}
+    assert_fits_as_eager(callback, **batches, max_epochs=3)
+    for report, target in ((callback.report.train, "net"), (callback.report.infer, "forward")):
+        assert (report.graphs, report.recompiles, report.diagnostics.eager_calls) == (1, 0, {target: 3})
 
 
-@pytest.mark.parametrize(("epochs", "graphs"), [(RETURNING_SHAPE_CALLS - 1, 1), (RETURNING_SHAPE_CALLS, 2)])
-def test_a_shape_that_keeps_coming_back_is_compiled_after_all(epochs, graphs):
-    callback = InductorCompile({"dynamic": False}, None, new_shapes="eager", baseline_steps=0)
-    fit(callback, **RAGGED, max_epochs=epochs)
+@pytest.mark.parametrize(("epochs", "graphs"), [(9, 1), (10, 2)])
+def test_the_smaller_batch_of_short_epochs_gets_a_static_graph_of_its_own(epochs, graphs):
+    symbols = HasSymbols()
+    callback = InductorCompile(infer_mode=None, passes=[symbols], baseline_steps=10)
+    assert_fits_as_eager(callback, train=batches_of(4, 4, 4, 4, 3), max_epochs=epochs)
     assert callback.report.train.graphs == graphs
+    assert callback.report.train.diagnostics.eager_calls == {"net": 7}  # of epochs 3 to 9, after the eager steps
+    assert not any(symbols.found)
 
 
-def test_raise_names_target_phase_and_shapes():
-    callback = InductorCompile({"dynamic": False}, None, new_shapes="raise", baseline_steps=0)
-    with pytest.raises(CompileError, match=r"'net' was called in the train phase .*\(3, 8\).*new_shapes='raise'"):
-        fit(callback, **RAGGED)
+def test_a_third_batch_size_gets_a_graph_with_symbolic_sizes():
+    symbols = HasSymbols()
+    callback = InductorCompile(infer_mode=None, passes=[symbols], baseline_steps=0)
+    sizes = [4] + [4, 3] * 10 + [4, 3, 5, 6, 7] * 6
+    assert_fits_as_eager(callback, train=batches_of(*sizes))
+    assert callback.report.train.graphs == 3
+    assert symbols.found.count(True) >= 1
+    assert callback.report.train.diagnostics.eager_calls == {"net": 7 + 7}
+
+
+def test_misses_that_are_rare_never_recompile():
+    callback = InductorCompile(infer_mode=None, baseline_steps=0)
+    fit(callback, train=batches_of(*([4] * 14 + [3]) * 20))
+    assert callback.report.train.graphs == 1
+    assert callback.report.train.diagnostics.eager_calls == {"net": 20}
+
+
+def test_lengths_that_the_eager_steps_did_not_show_are_compiled_after_eight_calls():
+    callback = InductorCompile(infer_mode=None, baseline_steps=3)
+    found = losses(words(*[(4, 5)] * 9, *[(4, 6 + i % 7) for i in range(30)]), callback)
+    assert callback.report.train.graphs == 2
+    assert callback.report.train.diagnostics.eager_calls == {"net": 7}
+    assert found == pytest.approx(losses(words(*[(4, 5)] * 9, *[(4, 6 + i % 7) for i in range(30)])), rel=1e-4)
+
+
+class Changes(Classifier):
+    """Changes the network in step 6."""
+
+    def __init__(self, change):
+        super().__init__(nn.Sequential(Scale(mlp()), nn.Identity()))
+        self.change = change
+        if change == "unfreeze":
+            self.net[0].net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 6 and self.change == "unfreeze":
+            self.net[0].net[0].requires_grad_(True)
+        if batch_idx == 6 and self.change == "attribute":
+            self.net[0].scale = 3
+        return super().training_step(batch, batch_idx)
+
+
+class Scale(Wrapper):
+    scale = 2
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "attribute"])
+def test_a_network_that_changes_is_compiled_again_after_eight_calls(change):
+    callback = InductorCompile(infer_mode=None, targets="net", baseline_steps=2)
+    assert_fits_as_eager(callback, make=lambda: Changes(change), train=batches_of(*[4] * 30))
+    assert (callback.report.train.graphs, callback.report.train.diagnostics.eager_calls) == (2, {"net": 7})
+
+
+class Breaks(Wrapper):
+    def forward(self, x):
+        hidden = self.net[:2](x)
+        torch._dynamo.graph_break()
+        return self.net[2:](hidden)
+
+
+def test_a_call_with_a_graph_break_counts_once():
+    callback = InductorCompile(infer_mode=None, baseline_steps=0)
+    sizes = [4] * 5 + [3] * 12
+    assert_fits_as_eager(callback, make=lambda: Classifier(Breaks(mlp())), train=batches_of(*sizes))
+    assert callback.report.train.diagnostics.eager_calls == {"net": 7}
+    assert callback.report.train.graphs == 4
+
+
+class Checkpointed(Classifier):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
+        loss = nn.functional.cross_entropy(out, y)
+        self.losses.append(loss.item())
+        return loss
+
+
+def test_a_call_within_an_activation_checkpoint_is_compiled_at_once():
+    callback = InductorCompile(infer_mode=None, targets="net", baseline_steps=0)
+    assert_fits_as_eager(callback, make=lambda: Checkpointed(smooth()), train=batches_of(4, 4, 3, 4, 3))
+    assert (callback.report.train.graphs, callback.report.train.diagnostics.eager_calls) == (2, {})
+
+
+def smooth() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        ({"train_mode": {"fullgraph": True}, "targets": "net"}, smooth),
+        ({"targets": "net.*"}, lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])),
+    ],
+    ids=["fullgraph", "equal blocks"],
+)
+def test_functions_that_must_run_compiled_are_compiled_at_once(settings, make):
+    callback = InductorCompile(infer_mode=None, baseline_steps=0, **settings)
+    assert_fits_as_eager(callback, make=lambda: Classifier(make()), train=batches_of(4, 4, 3, 4, 3))
+    assert callback.report.train.diagnostics.eager_calls == {}
+    assert callback.report.train.graphs >= 2
+
+
+class Raises(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 4:  # the stance also refuses a first compile
+            torch.compiler.set_stance("fail_on_recompile")
+
+
+def test_torchs_stance_makes_a_call_that_no_graph_fits_an_error():
+    callback = InductorCompile(infer_mode=None, baseline_steps=3)
+    with torch.compiler.set_stance("default"):  # restores the stance
+        with pytest.raises(RuntimeError, match=r"recompile when torch.compile stance is 'fail_on_recompile'"):
+            fit(callback, Raises(), train=batches_of(4, 4, 4, 4, 4, 3))
+    assert callback.report.train.graphs == 1
+    assert callback.report.train.diagnostics.steps == {"compiled": 2}
 
 
 class _Stops(Classifier):

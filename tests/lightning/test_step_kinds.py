@@ -107,7 +107,7 @@ def test_unused_gpu_memory_is_freed_once_in_each_phase_after_its_first_compiled_
     freed = []
     monkeypatch.setattr(StepsOnGpu, "begin", lambda steps, device: setattr(steps, "on_gpu", True))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append((run.state.stage.value, run.global_step)))
-    run = trainer(InductorCompile(baseline_steps=baseline_steps, new_shapes="eager"), max_epochs=2)
+    run = trainer(InductorCompile(baseline_steps=baseline_steps), max_epochs=2)
     run.fit(seeded(), batches_of(*[4] * 14, 3), loader(12))
     first = baseline_steps + WARMUP_STEPS if baseline_steps else 0
     at_the_start_by_lightning = ("train", 0)

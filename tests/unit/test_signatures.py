@@ -9,7 +9,7 @@ from collections import UserDict
 import pytest
 import torch
 
-from compile_callbacks._utils.signatures import shapes, signature
+from compile_callbacks._utils.signatures import signature
 from compile_callbacks.profiling.steps import workload_of
 
 
@@ -54,7 +54,6 @@ def test_large_batches_take_little_time(make):
         workload_of("train", "1 of 1", signature(batch))
         seconds.append(time.perf_counter() - started)
     assert statistics.median(seconds) < 2e-4  # 15 to 35 µs on an idle core; an unbounded walk takes milliseconds
-    assert len(shapes([batch], {})) < 2000
 
 
 def test_signature_differs_by_shape_dtype_grad_and_place():
