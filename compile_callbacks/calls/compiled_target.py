@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from torch import nn
-
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.signatures import signature
 from compile_callbacks.calls.compiled_function import CompiledFunction
 from compile_callbacks.calls.frozen_weights import WeightWatch
 from compile_callbacks.calls.observed_calls import ObservedCalls
-from compile_callbacks.calls.python_state import StateChanges
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
@@ -76,7 +73,6 @@ class CompiledTarget:
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
-        self._state_changes: StateChanges | None = None  # until a new graph was called without a trace
         self._runs_target_eagerly = False
         self._traces = 0  # the number of calls in which torch traced
 
@@ -104,8 +100,6 @@ class CompiledTarget:
             compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
-        if self._state_changes is not None:
-            self._state_changes.call_begins(member.module)
         graphs_before = executions.graphs
         calling.current = call = CallInProgress()
         call.key, call.args, call.kwargs = self.key, args, kwargs
@@ -123,7 +117,7 @@ class CompiledTarget:
                 self._count_eager_call(graphs_before, missed=call.missed)
         if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
-        if call.eventful or self._state_changes is not None:
+        if call.eventful:
             calling.current = call
             try:
                 self._settle(call, member)
@@ -159,32 +153,15 @@ class CompiledTarget:
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
             self._fallback.run_target_eagerly("CC101", reason)
-        if self._fallback.settings.verify != "off":
-            self._look_for_constant_state(call, member.module)
+        if call.constant_draws and self._fallback.settings.verify != "off":
+            self._leave_draws_eager(call.constant_draws)
 
-    def _look_for_constant_state(self, call: CallInProgress, module: nn.Module) -> None:
-        """Run the target eagerly if torch executed a part of its Python code only while it traced the target."""
-        state, reason = self._observed.changing_state, None
-        if call.traced:
-            # The trace itself may have changed the state, so look at the next call.
-            self._state_changes = StateChanges() if state.names else None
-            if self._state_changes is not None:
-                self._state_changes.call_ended(module)
-            if call.constant_draws and not state.nothing_changes:
-                functions = ", ".join(dict.fromkeys(call.constant_draws))
-                reason = (
-                    f"torch drew random numbers of Python in {functions} only while it traced, so that each call would "
-                    "get the same numbers"
-                )
-        elif self._state_changes is not None:
-            changes, self._state_changes = self._state_changes, None
-            if names := state.unchanged_in(changes.call_ended(module)):
-                reason = (
-                    f"{', '.join(names)} changed in its eager calls, but not in a compiled call: torch counted only "
-                    "while it traced, or draws from another generator"
-                )
-        if reason is None:
-            return
+    def _leave_draws_eager(self, functions: tuple[str, ...]) -> None:
+        """Run the target eagerly, because torch drew random numbers of these functions only while it traced them."""
+        reason = (
+            f"torch drew random numbers of Python in {', '.join(dict.fromkeys(functions))} only while it traced, so "
+            "that each call would get the same numbers"
+        )
         if self._fallback.settings.verify == "raise":
             message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
             raise CompileError(with_code("CC306", message))

@@ -13,14 +13,16 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks._utils.signatures import inputs_of
 from compile_callbacks.calls.input_sizes import InputSizes, input_key
-from compile_callbacks.calls.python_state import ChangingIntegers, ChangingState
+
+EAGER_CALLS = 2
+"""The number of eager calls of a target in which `ChangingIntegers` reads the integers."""
 
 
 class ObservedCalls:
     """Records facts about a target's eager calls in one phase.
 
-    The facts are the dimensions and integers of the inputs that vary, the Python state and the integer attributes that
-    change, and whether the gradients are differentiated.
+    The facts are the dimensions and integers of the inputs that vary, the integer attributes that change, and whether
+    the gradients are differentiated.
 
     Within `marked`, torch treats the dimensions and integers that vary as dynamic, and all others as static. The first
     graph then accepts the sizes of all eager calls that occur often.
@@ -30,27 +32,20 @@ class ObservedCalls:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self.keeps_graph = False  # whether a backward pass through an eager call had retain_graph=True
         self._running = running  # the records of the eager calls that are running
-        self.changing_state = ChangingState()
         self.changing_integers = ChangingIntegers()
-        self._changing: dict[str, ChangingState | ChangingIntegers] = {
-            CHANGING_STATE: self.changing_state,
-            CHANGING_INTEGERS: self.changing_integers,
-        }
         self.sizes = InputSizes()
 
     def recording(self, call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a target's eager call to observe its inputs, Python state and the backward pass."""
+        """Wrap a target's eager call to observe its inputs, its integers and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.sizes.record_eager(args, kwargs)
-            self.changing_state.call_begins(module)
             self.changing_integers.call_begins(module)
             self._running.append(self)
             try:
                 result = call(*args, **kwargs)
             finally:
                 self._running.pop()
-            self.changing_state.call_ended(module)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
             for _, output in inputs_of((result,), {}):
@@ -88,9 +83,8 @@ class ObservedCalls:
     def state(self) -> dict[str, Any]:
         """Return the observations as JSON-ready data."""
         state: dict[str, Any] = {**self.sizes.varying()}
-        for key, changing in self._changing.items():
-            if changing.names:
-                state[key] = sorted(changing.names)
+        if self.changing_integers.names:
+            state[CHANGING_INTEGERS] = sorted(self.changing_integers.names)
         if self.gradients_differentiated:
             state[DIFFERENTIATED] = True
         return state
@@ -98,8 +92,8 @@ class ObservedCalls:
     def restore(self, state: object) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
         for key, dimensions in state.items() if isinstance(state, Mapping) else ():
-            if key in self._changing and isinstance(dimensions, list):
-                self._changing[key].names.update(name for name in dimensions if isinstance(name, str))
+            if key == CHANGING_INTEGERS and isinstance(dimensions, list):
+                self.changing_integers.names.update(name for name in dimensions if isinstance(name, str))
                 continue
             if key == DIFFERENTIATED:
                 self.gradients_differentiated = True
@@ -107,11 +101,39 @@ class ObservedCalls:
             self.sizes.restore({key: dimensions})
 
 
-CHANGING_STATE, CHANGING_INTEGERS = "changing state", "changing integers"
-"""The keys of the names in `ObservedCalls.state`. The keys of inputs contain a colon."""
+CHANGING_INTEGERS = "changing integers"
+"""The key of the names in `ObservedCalls.state`. The keys of inputs contain a colon."""
 
 DIFFERENTIATED = "gradients are differentiated"
 """The key of `ObservedCalls.gradients_differentiated` in `ObservedCalls.state`."""
+
+
+class ChangingIntegers:
+    """The integer attributes of a target's modules that change in the first eager calls, such as a count of the calls.
+
+    torch compiles a graph for each value of such an attribute, unless ``allow_unspec_int_on_nn_module`` is set.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # empty before the second call of the module
+        self._module_id: int | None = None  # of the first module, because repeated blocks have other integers
+        self._seen: list[dict[str, int]] = []  # before each call
+
+    def call_begins(self, module: nn.Module) -> None:
+        """Read the integers before an eager call, unless enough calls were observed."""
+        if len(self._seen) == EAGER_CALLS or self._module_id not in (None, id(module)):
+            return
+        self._module_id = id(module)
+        self._seen.append(
+            {
+                f"{path}.{name}".lstrip("."): value
+                for path, submodule in module.named_modules()
+                for name, value in vars(submodule).items()
+                if type(value) is int
+            }
+        )
+        first, last = self._seen[0], self._seen[-1]
+        self.names |= {name for name in first.keys() & last.keys() if first[name] != last[name]}
 
 
 class CallRecords:
@@ -126,7 +148,7 @@ class CallRecords:
         return self._records.setdefault((target, phase), ObservedCalls(self._running))
 
     def state(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return the inputs that vary and the state that changes, by phase and target, as JSON-ready data."""
+        """Return the inputs that vary and the integers that change, by phase and target, as JSON-ready data."""
         states: dict[str, dict[str, dict[str, Any]]] = {}
         for (target, phase), observed in self._records.items():
             if state := observed.state():

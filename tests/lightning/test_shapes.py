@@ -1,4 +1,4 @@
-"""Dimensions that vary in the eager steps are dynamic in the first graph. Later calls that no graph fits run eagerly."""
+"""Dimensions that vary in eager steps are dynamic in the first graph. Later calls that no graph fits run eagerly."""
 
 from __future__ import annotations
 
@@ -264,9 +264,9 @@ class Raises(pl.Callback):
 
 def test_torchs_stance_makes_a_call_that_no_graph_fits_an_error():
     callback = InductorCompile(infer_mode=None, baseline_steps=3)
-    with torch.compiler.set_stance("default"):  # restores the stance
-        with pytest.raises(RuntimeError, match=r"recompile when torch.compile stance is 'fail_on_recompile'"):
-            fit(callback, Raises(), train=batches_of(4, 4, 4, 4, 4, 3))
+    raises = pytest.raises(RuntimeError, match=r"recompile when torch.compile stance is 'fail_on_recompile'")
+    with torch.compiler.set_stance("default"), raises:  # restores the stance
+        fit(callback, Raises(), train=batches_of(4, 4, 4, 4, 4, 3))
     assert callback.report.train.graphs == 1
     assert callback.report.train.diagnostics.steps == {"compiled": 2}
 
