@@ -31,7 +31,6 @@ EVENT_KINDS = {
     "pass_skipped": EventKindInfo("Graph passes skipped"),
     "freezing": EventKindInfo("Weights not frozen"),
     "template": EventKindInfo("Templates that fell back"),
-    "left_eager": EventKindInfo("Modules left eager"),
     "dynamo_setting": EventKindInfo("Settings of Dynamo for this target"),
     "cache": EventKindInfo("Loads from torch's cache"),
     "foreground": EventKindInfo(

@@ -111,7 +111,7 @@ def _claim(report: PhaseReport) -> str:
 
 
 def notes(report: RunReport) -> list[str]:
-    """Return the lines below the table: candidates of a `Tune`, eager modules, and eager calls."""
+    """Return the lines below the table: candidates of a `Tune`, settings of Dynamo, and eager calls."""
     lines = []
     for phase in PHASES:
         diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
@@ -120,7 +120,7 @@ def notes(report: RunReport) -> list[str]:
             for trial in diagnostics.trials
             if trial["reason"] and trial["reason"] not in verdict
         ]
-        shown = [event for event in diagnostics.events if event["kind"] in ("left_eager", "dynamo_setting")]
+        shown = [event for event in diagnostics.events if event["kind"] == "dynamo_setting"]
         lines += [f"{phase}: {event['target']}: {event['reason']}" for event in shown]
         eager = diagnostics.eager_calls.items()
         lines += [f"{phase}: {_count(number, 'call')} of {target} ran eagerly" for target, number in eager]

@@ -287,10 +287,7 @@ class Session:
 
     def check(self, phase: Phase) -> None:
         """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
-        variant = self._policies.chosen(phase)
-        self._warnings.check_stage(phase, variant)
-        if self._finds_targets and variant.config is not None:
-            self._warnings.record_rnns(self.module, phase)
+        self._warnings.check_stage(phase, self._policies.chosen(phase))
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Collection
 
 import torch
-from torch import nn
 
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
@@ -114,17 +113,6 @@ class SessionWarnings:
                 if variant.name is None and variant.config is not None and variant.config.freezes:
                     self._record_unfrozen(compiled_target.key)
         self.check_step_times(phase, variant)
-
-    def record_rnns(self, root: nn.Module, phase: Phase) -> None:
-        """Record the RNNs of torch that no target contains, because torch does not compile them well."""
-        called = self._switch.called_targets(phase)
-        targets = (target for target in self._switch.targets if target.name in called)
-        contained = {id(part) for target in targets for callee in target.members for part in callee.module.modules()}
-        recorded = {event.target for event in self._recorder.events_of(phase, "left_eager")}
-        for name, module in root.named_modules():
-            if isinstance(module, nn.RNNBase) and id(module) not in contained and name not in recorded:
-                reason = f"torch does not compile nn.{type(module).__name__} well; targets={name!r} compiles it anyway"
-                self._recorder.record("left_eager", CompileKey(name, phase), reason=reason)
 
     def check_targets(self) -> None:
         """Warn about each named target that no phase called. `Session` calls this method after a fit."""

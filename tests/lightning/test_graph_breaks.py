@@ -261,24 +261,3 @@ def test_auto_sets_nothing_that_moves_or_drops_lines(monkeypatch, capsys):
     fit(callback, make=lambda: Classifier(Prints()), train=60, validation=None)
     assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
     assert capsys.readouterr().out.count("a line") == 60
-
-
-class CallsLSTM(Classifier):
-    """Calls an LSTM outside of every target."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(FEATURES, FEATURES, batch_first=True)
-
-    def logits(self, x):
-        return self.net(self.lstm(x)[0])
-
-
-def test_the_report_names_an_lstm_that_is_left_eager():
-    callback = InductorCompile("default", None, baseline_steps=0)
-    assert_fits_as_eager(callback, make=CallsLSTM, validation=None)
-    (event,) = [event for event in callback.report.train.diagnostics.events if event["kind"] == "left_eager"]
-    assert event["target"] == "lstm"
-    assert callback.report.train.targets == ("net",)
-    assert event["reason"] == "torch does not compile nn.LSTM well; targets='lstm' compiles it anyway"
-    assert f"train: lstm: {event['reason']}" in str(callback.report)
