@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from compile_callbacks.targets.target import Callee, Target
 
 BLOCK_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 """The modules whose members may be repeated blocks."""
-
-_SHOWN = 3  # the maximum number of places in a name
 
 
 def group_targets(
@@ -73,7 +70,8 @@ def structure_of(module: nn.Module) -> Any:
 def name_of(root: nn.Module, paths: Sequence[str]) -> str:
     """Return the name of several modules for reports, if possible as one glob, such as ``"encoder.layers.*"``.
 
-    The glob must match no other module with parameters. Otherwise, the name consists of paths.
+    The glob must match no other module with parameters, because names of targets differ. Otherwise, the name is that of
+    the first module, with the number of the others.
     """
     if len(paths) == 1:
         return paths[0]
@@ -84,29 +82,8 @@ def name_of(root: nn.Module, paths: Sequence[str]) -> str:
         others = {strip_fsdp1_names(path) for path, part in named if path and next(part.parameters(), None) is not None}
         if sum(_matches(glob, path.split(".")) for path in others) == len(paths):
             return ".".join(glob)
-    by_parent = groupby(sorted(paths, key=_parent), key=_parent)
-    places = [".".join(filter(None, (parent, _listed(of_parent)))) for parent, of_parent in by_parent]
-    return " + ".join(places[:_SHOWN]) + (f" + {len(places) - _SHOWN} more" if len(places) > _SHOWN else "")
-
-
-def _listed(paths: Iterable[str]) -> str:
-    """Return the last parts of names in braces, with consecutive numbers as a range: ``{1-3}``."""
-    names = [path.rpartition(".")[2] for path in paths]
-    if not all(name.isdigit() for name in names):
-        return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
-    ranges: list[list[int]] = []
-    for number in sorted(map(int, names)):
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    listed = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
-    return names[0] if len(names) == 1 else "{" + listed + "}"
+    return f"{paths[0]} + {len(paths) - 1} more"
 
 
 def _matches(glob: list[str], names: list[str]) -> bool:
     return len(glob) == len(names) and all(a in ("*", b) for a, b in zip(glob, names, strict=True))
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
