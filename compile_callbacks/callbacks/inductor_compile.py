@@ -46,7 +46,7 @@ class InductorCompile(Callback):
             the baseline call. If you replace a module, the callback compiles the new module from the next epoch or
             stage on. It compiles a metric or a module without parameters only if you name it. Equal blocks that a
             glob matches share a compiled function.
-        passes: Custom graph passes for both phases. See `GraphPass`. In YAML, give an import path or a ``class_path``.
+        passes: Custom graph passes for both phases. See `GraphPass`. In YAML, give a ``class_path``.
         baseline_steps: The number of eager steps that the callback times first in each phase, after two warm-up steps.
             The speedup is relative to these steps. The callback uses at most half of the remaining steps. With 0, the
             report shows no speedup.

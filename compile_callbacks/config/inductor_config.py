@@ -13,17 +13,20 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
-from compile_callbacks._utils.import_ref import class_and_arguments, reference_to
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config import templates
 from compile_callbacks.config.dynamo_settings import as_dynamo_settings
-from compile_callbacks.config.options import as_options, check_loaded_settings, check_mode
+from compile_callbacks.config.options import as_options, check_loaded_options, check_mode
 from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
 
 
+class Settings:
+    """The base class of `InductorConfig` and `Tune`. Without it, jsonargparse accepts no subclass of a dataclass."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class InductorConfig:
+class InductorConfig(Settings):
     """The compiler settings of one phase. The constructor checks them against the installed torch.
 
     If several arguments set the same Inductor option, ``options`` override ``freezing``, and ``freezing`` overrides
@@ -51,8 +54,7 @@ class InductorConfig:
         dynamo: Settings of ``torch._dynamo.config`` that apply to the compiles of this config only, for example
             ``{"capture_scalar_outputs": True}``. docs/how_to/recompiles_and_graph_breaks.md lists the names.
         passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
-            pass classes, which run at ``"post_grad_post"``. In YAML, ``"module:name"``, or a mapping of ``class_path``
-            and ``init_args``.
+            pass classes, which run at ``"post_grad_post"``. In YAML, a mapping of ``class_path`` and ``init_args``.
 
     Raises:
         ValueError: If a mode, template, option or Dynamo setting is unknown; if ``mode`` is combined with ``options``
@@ -182,10 +184,10 @@ class InductorConfig:
         return None if self.template is None else templates.get(self.template).falls_back(device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings that differ from the defaults as JSON-ready data. A pass becomes ``"module:name"``.
+        """Return the settings that differ from the defaults as JSON-ready data. A pass becomes its name.
 
         Raises:
-            ValueError: If a pass is not a global of its module, or the value of an option is not plain data.
+            ValueError: If the value of an option is not plain data.
         """
         for name, value in self.options.items():
             if not isinstance(value, (bool, int, float, str, type(None))):
@@ -193,14 +195,12 @@ class InductorConfig:
                 raise ValueError(with_code("CC207", text))
         dynamo = {name: list(value) if isinstance(value, tuple) else value for name, value in self.dynamo.items()}
         data = {**self._fields(), "options": dict(self.options), "dynamo": dynamo}
-        # A decorated function becomes a pass object in the module that defines the function.
-        owners = [getattr(graph_pass, "function", None) or type(graph_pass) for graph_pass in self.passes]
-        data["passes"] = [reference_to(p, o.__module__) for p, o in zip(self.passes, owners, strict=True)]
+        data["passes"] = [pass_name(graph_pass) for graph_pass in self.passes]
         default = {**InductorConfig()._fields(), "options": {}, "dynamo": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, allow_passes: Sequence[str] = ()) -> InductorConfig:
+    def from_dict(cls, data: Mapping[str, Any], *, passes: Sequence[Any] = ()) -> InductorConfig:
         """Load settings that `to_dict` saved.
 
         Loaded settings cannot run code or a command. The method accepts an option only if its value is a boolean, a
@@ -208,16 +208,23 @@ class InductorConfig:
 
         Args:
             data: The settings by name.
-            allow_passes: The import paths of the graph passes that may be imported, as they appear in ``data``:
-                ``["module:name"]``. The method refuses any other pass.
+            passes: The graph passes, which are code and therefore not in ``data``: objects with the saved names, in the
+                same order.
 
         Raises:
-            ValueError: If a field is unknown, or the method refuses a value.
+            ValueError: If a field is unknown, a pass is missing, or the method refuses a value.
             TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields(data, InductorConfig)
-        check_loaded_settings(data, allow_passes)
-        return cls(**data)
+        check_loaded_options(data.get("options"))
+        saved, given = data.get("passes") or [], as_passes(passes, "passes")
+        if saved != (names := [pass_name(graph_pass) for graph_pass in given]):
+            text = (
+                f"the settings were saved with the graph passes {saved!r}, and passes contains {names!r}; passes are "
+                "code, so pass the objects with the saved names to from_dict(..., passes=[...]), in the same order"
+            )
+            raise ValueError(with_code("CC206", text))
+        return cls(**{**data, "passes": given})
 
     @functools.cached_property
     def uses_cudagraphs(self) -> bool:
@@ -245,16 +252,13 @@ def _as_text(value: object) -> str:
     return repr(value)
 
 
-Mode = str | Mapping[str, Any] | InductorConfig | None
-"""The type of a mode argument. ``Mapping`` comes before the class, so that LightningCLI passes a YAML mapping
-unchanged and `as_config` checks its entries."""
+Mode = str | InductorConfig | Mapping[str, Any] | None
+"""The type of a mode argument. ``Mapping`` comes after the class, so that LightningCLI builds the class from YAML if it
+can. Otherwise, LightningCLI passes the mapping unchanged, and `as_config` says what is wrong in it."""
 
 
 def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGER,)) -> InductorConfig | None:
     """Convert a mode to a config. Return ``None`` for ``None`` and ``"eager"``, which compile nothing."""
-    kind: type[InductorConfig] = InductorConfig
-    if isinstance(value, Mapping) and "class_path" in value:
-        kind, value = class_and_arguments(value, argument, (InductorConfig,))
     if value is None or value == EAGER:
         return None
     if isinstance(value, InductorConfig):
@@ -262,10 +266,12 @@ def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGE
     expected = "a mode, a mapping of InductorConfig's fields or an InductorConfig"
     check_type(argument, value, (str, Mapping), expected)
     if isinstance(value, Mapping):
+        if "class_path" in value:  # jsonargparse replaces such a mapping by the object if it can
+            text = f"{argument}={dict(value)!r} creates no InductorConfig or Tune: check class_path and init_args"
+            raise ValueError(with_code("CC201", text))
         with part_of(argument):
-            if kind is InductorConfig:  # the constructor of a subclass may have other arguments
-                check_fields(value, kind, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
-            return kind(**value)
+            check_fields(value, InductorConfig, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
+            return InductorConfig(**value)
     name = str(value)
     if name in templates.names():
         return InductorConfig(template=name)

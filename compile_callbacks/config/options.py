@@ -6,7 +6,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,8 @@ def as_options(options: Any) -> Mapping[str, Any]:
     return types.MappingProxyType(checked)
 
 
-def check_loaded_settings(data: Mapping[str, Any], allow_passes: Sequence[str]) -> None:
-    """Refuse values of loaded settings that could run code: paths, commands and modules."""
-    if isinstance(allow_passes, str) or not isinstance(allow_passes, Sequence):
-        text = f"allow_passes={allow_passes!r} must be a list of import paths, 'module:name'"
-        raise TypeError(with_code("CC202", text))
-    options, passes = data.get("options"), data.get("passes")
+def check_loaded_options(options: object) -> None:
+    """Refuse values of loaded options that could run code: paths, commands and modules."""
     for given, value in options.items() if isinstance(options, Mapping) else ():
         if value is None or isinstance(value, (bool, int, float)) or _is_enumerated(str(given), value):
             continue
@@ -63,14 +59,6 @@ def check_loaded_settings(data: Mapping[str, Any], allow_passes: Sequence[str]) 
             "InductorConfig(options={...})"
         )
         raise ValueError(with_code("CC206", text))
-    for index, item in enumerate(passes if isinstance(passes, (list, tuple)) else ()):
-        reference = item.get("class_path") if isinstance(item, Mapping) else item
-        if isinstance(reference, str) and reference not in allow_passes:
-            text = (
-                f"passes[{index}]={reference!r} is refused in loaded settings, because importing it runs code; if you "
-                f"trust it, pass allow_passes=[{reference!r}]"
-            )
-            raise ValueError(with_code("CC206", text))
 
 
 def _option_name(given: object) -> str:

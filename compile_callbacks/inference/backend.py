@@ -246,7 +246,7 @@ class InductorBackend:
         module: nn.Module,
         state: Mapping[str, Any],
         *,
-        allow_passes: Sequence[str] = (),
+        passes: Sequence[Any] = (),
         samples: SampleLike | list[SampleLike] | None = None,
     ) -> Self:
         """Load a backend that `to_dict` saved. Then call `activate` or `deploy`, which compiles the module.
@@ -256,7 +256,7 @@ class InductorBackend:
         Args:
             module: A module of the same class and architecture. The method loads the saved weights into the module.
             state: The data.
-            allow_passes: See `InductorConfig.from_dict`.
+            passes: The graph passes of the config. See `InductorConfig.from_dict`.
             samples: The samples to compile on, as `build` takes them. If ``None``, the backend makes tensors with the
                 saved shapes, dtypes and strides: floating-point tensors of random numbers, and other tensors of 0.
                 Pass samples if values decide the control flow, or if the module refuses a length of 0.
@@ -270,7 +270,7 @@ class InductorBackend:
         _check_module(module)
         saved_state.check_state(state)
         backend = cls(
-            InductorConfig.from_dict(state["config"], allow_passes=allow_passes),
+            InductorConfig.from_dict(state["config"], passes=passes),
             verify=state["verify"],
             on_error=state["on_error"],
             name=state["name"],

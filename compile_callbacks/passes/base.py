@@ -16,8 +16,7 @@ from torch.fx import Graph
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.import_ref import class_and_arguments, resolve
-from compile_callbacks._utils.messages import check_choice, check_type, part_of
+from compile_callbacks._utils.messages import check_choice, check_type
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.identity import identity_of, sources_of
 
@@ -228,12 +227,11 @@ def graph_pass(
 
 
 def as_passes(value: Any, argument: str) -> tuple[Any, ...]:
-    """Check the passes of an argument, and create passes from import paths and mappings."""
+    """Check the passes of an argument."""
     if isinstance(value, PASS_TYPES):
         return (value,)
     check_type(argument, value, (list, tuple), "a list of graph passes")
-    passes = tuple(_from_data(item, f"{argument}[{i}]") for i, item in enumerate(value))
-    for item in passes:
+    for item in value:
         if isinstance(item, PASS_TYPES):
             continue
         if isinstance(item, type) and issubclass(item, PASS_TYPES):
@@ -244,19 +242,7 @@ def as_passes(value: Any, argument: str) -> tuple[Any, ...]:
             hint = "a GraphPass, a function wrapped with graph_pass, or an object of torch's CustomGraphPass"
         text = f"{argument} contains {item!r}, which is not a graph pass; use {hint}"
         raise TypeError(with_code("CC202", text))
-    return passes
-
-
-def _from_data(value: object, argument: str) -> Any:
-    """Create a pass that a settings file names by ``"module:name"``, or by ``class_path`` and ``init_args``."""
-    if isinstance(value, str):
-        with part_of(argument):
-            return resolve(value)
-    if isinstance(value, Mapping) and "class_path" in value:
-        kind, arguments = class_and_arguments(value, argument, PASS_TYPES)
-        with part_of(argument):
-            return kind(**arguments)
-    return value
+    return tuple(value)
 
 
 def pass_name(graph_pass: Any) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
-from compile_callbacks._utils.import_ref import class_and_arguments
 from compile_callbacks._utils.messages import check_fields, check_type, explain_unknown_arguments, part_of
 from compile_callbacks._utils.phases import EAGER
-from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_config
+from compile_callbacks.config.inductor_config import InductorConfig, Mode, Settings, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 
 AUTO = "auto"
@@ -19,7 +18,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Tune:
+class Tune(Settings):
     """Candidates for the settings of a phase. The run tries each candidate on its own steps and keeps the fastest.
 
     Each step trains or validates as usual, with any candidate. Eager is always a candidate. The callback chooses eager
@@ -90,8 +89,8 @@ class Tune:
 
 Tune.__init__ = explain_unknown_arguments(Tune.__init__)  # type: ignore[method-assign]
 
-PhaseMode = str | Mapping[str, Any] | InductorConfig | Tune | None
-"""The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes first."""
+PhaseMode = str | InductorConfig | Tune | Mapping[str, Any] | None
+"""The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes last."""
 
 PhaseConfig = InductorConfig | Tune | None
 """A converted `PhaseMode`. ``None`` if the phase is not compiled."""
@@ -106,15 +105,10 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
         return value
     if value == AUTO:
         return Tune(AUTO)
-    kind: type = Tune if isinstance(value, Mapping) and "candidates" in value else InductorConfig
-    data: Any = value
-    if isinstance(value, Mapping) and "class_path" in value:
-        kind, data = class_and_arguments(value, argument, (InductorConfig, Tune))
-    if issubclass(kind, Tune):
+    if isinstance(value, Mapping) and "candidates" in value:
         with part_of(argument):
-            if kind is Tune:  # the constructor of a subclass may have other arguments
-                check_fields(data, kind)
-            return kind(**data)
+            check_fields(value, Tune)
+            return Tune(**value)
     return as_config(value, argument, also=(AUTO, EAGER, None))
 
 

@@ -1,6 +1,6 @@
 """Create `InductorCompile` from a YAML file with LightningCLI.
 
-In YAML, a config is a mode or a mapping of `InductorConfig`'s fields, and a pass is its import path.
+In YAML, a config is a mode or a mapping of `InductorConfig`'s fields, and a pass has a `class_path`.
 
     python examples/cli/main.py fit --config examples/cli/config.yaml
 
@@ -17,13 +17,14 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from compile_callbacks import graph_pass
+from compile_callbacks import GraphPass
 
 
-@graph_pass
-def count_nodes(graph, is_inference):
-    """A minimal graph pass, which `config.yaml` names by its import path."""
-    print(f"compiling {'an inference' if is_inference else 'a training'} graph of {len(graph.nodes)} nodes")
+class CountNodes(GraphPass):
+    """A minimal graph pass, which `config.yaml` names by its `class_path`."""
+
+    def __call__(self, graph, is_inference):
+        print(f"compiling {'an inference' if is_inference else 'a training'} graph of {len(graph.nodes)} nodes")
 
 
 class Digits(pl.LightningDataModule):

@@ -65,33 +65,19 @@ def test_each_pass_gets_each_graph_with_the_flag_the_phase_and_the_options_of_th
     assert infer_only.seen == [("infer", "inference", True, True)] * 2
 
 
-watch_by_path = Watch()
-
-
-@pytest.mark.parametrize("separator", [":", "."])
-def test_a_pass_in_options_runs_by_its_import_path(separator):
-    """torch itself accepts a string there, and compiles nothing."""
-    config = InductorConfig(options={"post_grad_custom_post_pass": f"{__name__}{separator}watch_by_path"})
-    assert config.options["post_grad_custom_post_pass"] is watch_by_path
-    watch_by_path.seen.clear()
+def test_a_pass_in_options_runs():
+    watch = Watch()
+    config = InductorConfig(options={"post_grad_custom_post_pass": watch})
     callback = callback_with(train_mode=None, infer_mode=config, on_error="raise")
     trainer(callback).predict(Classifier(), loader(2))
     assert callback.report.infer.graphs == 1
-    assert [flag for _, _, flag, _ in watch_by_path.seen] == [True]
+    assert [flag for _, _, flag, _ in watch.seen] == [True]
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "text"),
-    [
-        ("module_that_is_missing:see", ValueError, "'module_that_is_missing:see'"),
-        (f"{__name__}:missing", ValueError, f"'{__name__}:missing'"),
-        ("see", ValueError, "'see'"),
-        (f"{__name__}:TRAIN_KINDS", TypeError, "which is not a graph pass"),
-    ],
-)
-def test_a_wrong_pass_in_options_is_refused(value, error, text):
-    with pytest.raises(error, match=rf"options\['post_grad_custom_post_pass'\].*{text}"):
-        InductorConfig(options={"post_grad_custom_post_pass": value})
+def test_a_wrong_pass_in_options_is_refused():
+    """torch itself accepts a string there, and compiles nothing."""
+    with pytest.raises(TypeError, match=r"options\['post_grad_custom_post_pass'\] contains .* is not a graph pass"):
+        InductorConfig(options={"post_grad_custom_post_pass": "module:name"})
 
 
 # ------------------------------------------------------------------------------------------ report and cache

@@ -29,9 +29,6 @@ def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
     pass
 
 
-REFERENCE = f"{__name__}:changes_nothing"
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "texts"),
     [
@@ -171,30 +168,32 @@ def test_loaded_options_are_booleans_numbers_and_enumerated_strings(load):
         load({"options": {"max_autotun": "/tmp/planted"}})
 
 
+def test_passes_are_saved_by_name_and_loaded_from_objects(load):
+    saved = json.loads(json.dumps(InductorConfig(passes=[changes_nothing]).to_dict()))
+    assert saved == {"passes": ["changes_nothing"]}
+    assert load(saved, passes=[changes_nothing]).passes == (changes_nothing,)
+    with pytest.raises(ValueError, match=r"with the graph passes \['changes_nothing'\], and passes contains \[\]"):
+        load(saved)
+    with pytest.raises(ValueError, match=r"with the graph passes \[\], and passes contains \['changes_nothing'\]"):
+        load({}, passes=[changes_nothing])
+
+
 @pytest.mark.parametrize("given", ["planted_pass:run", {"class_path": "planted_pass.Run", "init_args": {}}])
 def test_a_planted_pass_is_not_imported(given, load, tmp_path, monkeypatch):
     (tmp_path / "planted_pass.py").write_text("raise SystemExit('the planted code ran')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"passes\[0\]='planted_pass.*allow_passes=\["):
+    with pytest.raises(ValueError, match=r"saved with the graph passes .*planted_pass"):
         load({"passes": [given]})
     assert "planted_pass" not in sys.modules
 
 
-def test_an_allowed_pass_is_imported(load):
-    assert load({"passes": [REFERENCE]}, allow_passes=[REFERENCE]).passes == (changes_nothing,)
-    with pytest.raises(ValueError, match=r"passes\[0\]='.*:other' is refused"):
-        load({"passes": [f"{__name__}:other"]}, allow_passes=[REFERENCE])
-    with pytest.raises(TypeError, match=r"allow_passes='.*' must be a list"):
-        load({"passes": [REFERENCE]}, allow_passes=REFERENCE)
-
-
-def test_settings_of_the_program_may_name_commands_and_passes():
-    """Also those in LightningCLI's YAML mapping: a YAML file is the user's program."""
-    given = {"options": {"cuda.arch": "90"}, "passes": [REFERENCE]}
-    config = InductorConfig(options={"cuda.arch": "90"}, passes=[changes_nothing])
-    assert InductorConfig(**given) == config
-    candidates = {"candidates": [given, {"class_path": "compile_callbacks.InductorConfig", "init_args": given}]}
-    assert InductorCompile(given, candidates).arguments.configs == {"train": config, "infer": Tune([config])}
+def test_settings_of_the_program_may_name_commands_and_contain_passes():
+    given = {"options": {"cuda.arch": "90"}, "passes": [changes_nothing]}
+    config = InductorConfig(**given)
+    assert InductorCompile(given, {"candidates": [given]}).arguments.configs == {
+        "train": config,
+        "infer": Tune([config]),
+    }
 
 
 def test_dynamo_settings_round_trip_as_plain_data():

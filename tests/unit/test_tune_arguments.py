@@ -69,5 +69,3 @@ def test_mode_may_be_auto_a_tune_or_a_mapping_with_candidates():
         InductorCompile({"candidates": ["default"], "step": 7})
     with pytest.raises(ValueError, match=r"train_mode: field='budget_seconds' is unknown.* It has no replacement"):
         InductorCompile({"candidates": ["default"], "budget_seconds": 60})
-    with pytest.raises(TypeError, match=r"train_mode: .*missing.*'candidates'"):
-        InductorCompile({"class_path": "compile_callbacks.Tune", "init_args": {"steps": 7}})

@@ -13,7 +13,6 @@ from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
-from compile_callbacks._utils.import_ref import resolve
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.report.console import make_table, to_text
 from compile_callbacks.report.data import _listed
@@ -33,23 +32,6 @@ def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
         raise OSError("full")
     assert read_json(path) == {"name": "Zoë", "sizes": [1, 2]}
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("reference", "reason"),
-    [
-        ("nowhere:fast", "No module named 'nowhere'"),
-        ("math:sqrtt", "has no attribute 'sqrtt'; did you mean 'sqrt'?"),
-        ("math:sqrt:sin", "invalid format"),
-        ("needs_more.Pass", "No module named 'no_such_dependency'"),
-    ],
-)
-def test_resolve_names_the_reference_and_the_reason(reference, reason, tmp_path, monkeypatch):
-    (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"'{reference}' cannot be imported") as caught:
-        resolve(reference)
-    assert reason in str(caught.value)
 
 
 def with_causes(first, *wrappers):
