@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.callbacks import stack_chunks
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
@@ -81,7 +80,6 @@ class TrainerCalls:
             self._close()
         self._nested.clear()
         self._trainer, self._key_matcher = trainer, match_orig_mod_keys(pl_module)
-        stack_chunks.install_on(trainer)
         _unwrap_compiled(pl_module, self.arguments, trainer)
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
@@ -128,7 +126,6 @@ class TrainerCalls:
         if self._trainer is not trainer:  # an exception prevented `begin`
             return
         self._trainer = self.active = None
-        stack_chunks.remove_from(trainer)
         self._close()
         self._write_report(trainer, exception)
 
