@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 import torch
 
@@ -13,19 +12,6 @@ def ddp_treatment_is_chosen() -> bool:
     from torch._dynamo import config
 
     return config.optimize_ddp is not True
-
-
-def collective_timeouts() -> list[timedelta]:
-    """Return the timeouts of the collectives of this rank's process groups.
-
-    A backend without options, such as the MPI backend, has no timeout.
-
-    Workaround (until torch has a public function for a process's groups and for their timeouts).
-    """
-    groups = list(torch.distributed.distributed_c10d._world.pg_map)
-    backends = [group._get_backend(device) for group in groups for device in getattr(group, "_device_types", ())]
-    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
-    return [timeout for timeout in timeouts if timeout is not None]
 
 
 def is_sharded(module: torch.nn.Module) -> bool:

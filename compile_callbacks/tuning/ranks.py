@@ -1,23 +1,15 @@
-"""`Ranks`: synchronizes decisions of the ranks, and warns about short timeouts of collectives."""
+"""`Ranks`: synchronizes decisions of the ranks."""
 
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import distributed
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user
 
 _T = TypeVar("_T")
-
-LEAST_TIMEOUT = timedelta(minutes=10)
-"""The timeout of collectives below which the library warns. The default of NCCL groups is as long.
-
-Ranks do not compile at the same time, and a rank that waits in a collective for a compiling rank may time out.
-"""
 
 
 class Ranks:
@@ -41,10 +33,8 @@ class Ranks:
             self.size, self.is_global_zero = 1, True
             return
         self.size, self.is_global_zero = distributed.get_world_size(), distributed.get_rank() == 0
-        if self.size > 1:
-            self._check_timeouts()
-            if synchronizes:
-                self._group = _new_group()
+        if self.size > 1 and synchronizes:
+            self._group = _new_group()
 
     def leave(self) -> None:
         """Destroy the group. Safe to call twice, and after an exception."""
@@ -60,16 +50,6 @@ class Ranks:
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, group=self._group)
         return values
-
-    def _check_timeouts(self) -> None:
-        shortest = min(_torch.distributed.collective_timeouts(), default=LEAST_TIMEOUT)
-        if self.is_global_zero and shortest < LEAST_TIMEOUT:
-            message = (
-                f"collectives of a process group time out after {shortest.total_seconds():.0f} s. Ranks do not compile "
-                "at the same time, so a rank that waits longer for a compiling rank ends the run. Set a longer "
-                "timeout, as in DDPStrategy(timeout=datetime.timedelta(minutes=30))"
-            )
-            warn_user("CC805", message)
 
 
 def _new_group() -> Any:

@@ -125,7 +125,6 @@ NEEDED = {
     "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": fsdp1_exists,
     "dynamo.frames_with_constant_draws": draws_are_constant,
-    "distributed.collective_timeouts": NO_PUBLIC_FUNCTION,
     "graphs._call_checkpoint": eager_checkpoints_draw_again,
 }
 """By workaround: whether torch needs it, the test that would fail otherwise, or what to do by hand."""

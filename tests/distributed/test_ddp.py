@@ -89,13 +89,6 @@ def test_rank_zero_alone_prints_and_writes_the_report(pair):
     assert [result["calls"] for result in pair("plain")] == [["fit"], ["fit"]]
 
 
-def test_rank_zero_warns_about_a_short_timeout_of_collectives(pair):
-    first, second = pair("exception")
-    assert [message for message in first["warnings"] if "time out after 60 s" in message and "CC805" in message]
-    assert second["warnings"] == []
-    assert [result["timeouts"] for result in (first, second)] == [[60.0], [60.0]]
-
-
 def test_a_run_leaves_no_process_group(pair):
     for case in ("plain", "tuned", "exception"):
         assert [result["groups"] for result in pair(case)] == [1, 1]
