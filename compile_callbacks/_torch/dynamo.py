@@ -36,49 +36,21 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
-@contextlib.contextmanager
-def keep_argument_validation() -> Iterator[None]:
-    """Restore the argument validation of ``torch.distributions`` after the ``with`` block.
+def switch_off_argument_validation() -> Callable[[], None]:
+    """Switch off the argument validation of ``torch.distributions``, and return a function that restores it.
 
-    The first ``torch.compile`` of a process disables it for the whole process, so that eager code of the user no longer
-    raises errors. The next ``torch.compile`` of the user still disables it, as it would without this library.
-
-    Workaround (until ``torch.compile`` disables the validation only while it traces).
+    The validation would break graphs. The first ``torch.compile`` of a process also switches it off.
     """
     from torch._dynamo.eval_frame import TorchPatcher
 
-    is_first = not TorchPatcher.patch.cache_info().currsize
     validates = Distribution._validate_args
-    try:
-        yield
-    finally:
-        if is_first:
-            Distribution.set_default_validate_args(validates)
-            TorchPatcher.patch.cache_clear()  # a repeated patch wraps nothing twice, and takes 0.2 ms
-
-
-@contextlib.contextmanager
-def without_argument_validation() -> Iterator[None]:
-    """Trace ``torch.distributions`` without argument validation, as torch does, and without a guard on this setting.
-
-    The validation would break the graph. The guard would fail in the next call, because the user's setting applies
-    again after the trace.
-    """
-    from torch._guards import GuardsSet
-
-    validates, add = Distribution._validate_args, GuardsSet.add
-
-    def add_other(guards: Any, guard: Any, **kwargs: Any) -> None:
-        source = guard.originating_source  # an attribute of an object, or an item of the dict of a class
-        if "_validate_args" not in (getattr(source, "member", None), getattr(source, "index", None)):
-            add(guards, guard, **kwargs)
-
     Distribution.set_default_validate_args(False)
-    try:
-        with patch.object(GuardsSet, "add", add_other):
-            yield
-    finally:
+
+    def restore() -> None:
         Distribution.set_default_validate_args(validates)
+        TorchPatcher.patch.cache_clear()  # so that the next torch.compile of the user switches it off, as by hand
+
+    return restore
 
 
 @contextlib.contextmanager
@@ -117,7 +89,6 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
         if "ignore_logging_functions" in asked and torch.__version__.startswith("2.11."):
             # Workaround (torch<2.12): torch fails to write the functions to its compilation metrics.
             stack.enter_context(patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None))
-        stack.enter_context(without_argument_validation())
         stack.enter_context(without_odd_gradients())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)

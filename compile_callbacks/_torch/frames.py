@@ -14,7 +14,7 @@ from torch._dynamo import exc as _exc
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.types import ConvertFrameReturn
 
-from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT, keep_argument_validation
+from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT
 
 _SKIP: Any = _eval_frame._FrameAction.SKIP
 _EAGER: Any = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame, and the frames beneath it
@@ -82,13 +82,12 @@ def compile_function(
     Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
     """
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    with keep_argument_validation():
-        context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
-        wrap = _Conversion if fullgraph else _ConvertFrame
-        context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
-        if torch.distributed.is_available() and not splits_for_ddp:
-            context.callback.__class__ = _OutsideDDP
-        compiled: Callable[..., Any] = context(function)
+    context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
+    wrap = _Conversion if fullgraph else _ConvertFrame
+    context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
+    if torch.distributed.is_available() and not splits_for_ddp:
+        context.callback.__class__ = _OutsideDDP
+    compiled: Callable[..., Any] = context(function)
     return compiled
 
 

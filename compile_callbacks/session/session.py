@@ -107,6 +107,7 @@ class Session:
         self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
         self._remaining_variants: dict[Phase, object] = {}  # the variants whose compiled code is not freed
+        self._validation = contextlib.ExitStack()  # restores the argument validation of torch.distributions
 
     # ------------------------------------------------------------------------------------------ a Trainer run
 
@@ -138,6 +139,7 @@ class Session:
         if self._helper is not None:
             self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
+            self._validation.callback(_torch.dynamo.switch_off_argument_validation())
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
         if self._cache is not None:
@@ -160,6 +162,7 @@ class Session:
         chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
         actions = (
             self._search.remove,
+            *(() if keep_compiled else (self._validation.close,)),  # because guards of compiled code check it
             *((self._helper.stop,) if self._helper is not None else ()),
             *((self._requests.end_run,) if self._requests is not None and keep_compiled else ()),
             self.gpu.end,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Distribution
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import _torch, compile_phases, report_of, restore
@@ -78,15 +77,6 @@ def compile_has_no_new_parameter(monkeypatch):
     return set(inspect.signature(torch.compile).parameters) <= PARAMETERS
 
 
-def first_compile_disables_the_validation(monkeypatch):
-    from torch._dynamo.eval_frame import TorchPatcher
-
-    monkeypatch.setattr(Distribution, "_validate_args", True)
-    TorchPatcher.patch.cache_clear()
-    torch.compile(torch.sin)
-    return not Distribution._validate_args
-
-
 def fsdp1_exists(monkeypatch):
     return hasattr(torch.distributed.fsdp, "FullyShardedDataParallel")
 
@@ -120,7 +110,6 @@ NEEDED = {
     "inductor.end_failed_warmup": "tests/gpu/test_out_of_memory.py",
     "frames.compile_function": compile_has_no_new_parameter,
     "frames._OutsideDDP": ddp_settings_are_global,
-    "dynamo.keep_argument_validation": first_compile_disables_the_validation,
     "dynamo.transforms": NO_PUBLIC_FUNCTION,
     "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": fsdp1_exists,
