@@ -86,9 +86,6 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
         settings |= dict.fromkeys(shortcuts, False)
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(settings))
-        if "ignore_logging_functions" in asked and torch.__version__.startswith("2.11."):
-            # Workaround (torch<2.12): torch fails to write the functions to its compilation metrics.
-            stack.enter_context(patch.object(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None))
         stack.enter_context(without_odd_gradients())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)

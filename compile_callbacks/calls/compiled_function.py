@@ -15,7 +15,6 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
 from compile_callbacks.calls.observed_calls import ObservedCalls
-from compile_callbacks.config.dynamo_settings import torchs_settings
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.failures import EagerFallback
@@ -141,7 +140,7 @@ class CompiledFunction:
 
     def _dynamo_settings(self, call: CallInProgress) -> dict[str, Any]:
         """Return the settings of the config, and settings for integers that change and for a second set of sizes."""
-        settings, names = torchs_settings(self._config.dynamo), self._observed.changing_integers.names
+        settings, names = dict(self._config.dynamo), self._observed.changing_integers.names
         if self._config.dynamic is None and self._observed.sizes.is_second_set(call.args, call.kwargs):
             settings["automatic_dynamic_shapes"] = False
         if not names or self._config.dynamic is False or _UNSPEC in settings:

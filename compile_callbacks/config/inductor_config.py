@@ -193,8 +193,7 @@ class InductorConfig(Settings):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 text = f"options[{name!r}]={value!r} cannot be saved: it is not a number, a string, a boolean or None"
                 raise ValueError(with_code("CC207", text))
-        dynamo = {name: list(value) if isinstance(value, tuple) else value for name, value in self.dynamo.items()}
-        data = {**self._fields(), "options": dict(self.options), "dynamo": dynamo}
+        data = {**self._fields(), "options": dict(self.options), "dynamo": dict(self.dynamo)}
         data["passes"] = [pass_name(graph_pass) for graph_pass in self.passes]
         default = {**InductorConfig()._fields(), "options": {}, "dynamo": {}, "passes": []}
         return {name: value for name, value in data.items() if value != default[name]}

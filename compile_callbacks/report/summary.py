@@ -181,11 +181,10 @@ def _healing(phase: Phase, report: PhaseReport) -> str:
     settings, count = healing_settings(str(event.get("reason", "")) for event in _events(report, "graph_break"))
     if not count:
         return ""
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    mode = f"{phase}_mode={{'dynamo': {plain}}}" if report.mode == "default" else f"dynamo={plain} in {phase}_mode"
-    of = f"{count} of {_count(report.graph_breaks, 'graph break')}"
-    drops = ", and drops the log lines" if "ignore_logging_functions" in settings else ""
-    return f"; {mode} may remove {of}{drops}"
+    mode = f"dynamo={settings} in {phase}_mode"
+    if report.mode == "default":
+        mode = f"{phase}_mode={{'dynamo': {settings}}}"
+    return f"; {mode} may remove {count} of {_count(report.graph_breaks, 'graph break')}"
 
 
 def _variation(report: PhaseReport) -> float:

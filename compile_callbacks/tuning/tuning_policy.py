@@ -12,7 +12,7 @@ import torch
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
-from compile_callbacks.config.dynamo_settings import SET_UNASKED, healing_settings
+from compile_callbacks.config.dynamo_settings import SWITCHES, healing_settings
 from compile_callbacks.config.variant import WAITING_VARIANT, Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -203,7 +203,7 @@ class TuningPolicy:
             self._block_steps,
             graphs=sum(event.graphs for event in self._events()),
             breaks=len(breaks),
-            healing=tuple(name for name in SET_UNASKED if name in settings),
+            healing=tuple(settings),
             settled=all(
                 event.part == "cudagraph"
                 for event in self._events(self._first_event_of_block)
@@ -259,7 +259,7 @@ class TuningPolicy:
 def _healing_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the settings of Dynamo that a file names for a winner."""
     named = entry.get("healing")
-    return tuple(name for name in SET_UNASKED if name in named) if isinstance(named, list) else ()
+    return tuple(name for name in SWITCHES if name in named) if isinstance(named, list) else ()
 
 
 def _key(trial: Trial) -> str:

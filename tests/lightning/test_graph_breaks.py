@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
-import logging
 import re
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +24,6 @@ from tests.support.models import FEATURES, Classifier, fit, mlp
 from tests.support.step_times import Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
-
-LOGGER = logging.getLogger("test")
 
 
 class Item(nn.Module):
@@ -147,42 +142,6 @@ def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
     fit(healed, make=lambda: Classifier(Several()), validation=None)
     assert healed.report.train.graph_breaks == 1
     assert "may remove" not in next_step(healed.report)
-
-
-def warn():
-    warnings.warn("a line")  # noqa: B028  (with a keyword, torch does not move the call)
-
-
-@pytest.mark.parametrize(
-    ("call", "setting"),
-    [
-        (functools.partial(print, "a line"), "{'reorderable_logging_functions': ['print']}"),
-        (warn, "{'reorderable_logging_functions': ['warnings.warn']}"),
-        (functools.partial(logging.info, "a line"), "{'ignore_logging_functions': ['logging']}"),
-        (functools.partial(LOGGER.info, "a line"), "{'ignore_logging_functions': ['logging']}"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:a line")
-def test_settings_for_printed_lines_are_named_and_remove_the_break(call, setting):
-    class Prints(Item):
-        def __init__(self):
-            super().__init__()
-            self.call = call
-
-        def forward(self, x):
-            x = self.net(x)
-            self.call()
-            return x.sin()
-
-    def run(mode):
-        callback = InductorCompile(mode, None, baseline_steps=0)
-        fit(callback, make=lambda: Classifier(Prints()), train=4, validation=None)
-        return callback.report
-
-    advice = next_step(run("default"))
-    assert f"'dynamo': {setting}" in advice
-    assert ("and drops the log lines" in advice) == ("ignore" in setting)
-    assert run({"dynamo": ast.literal_eval(setting)}).train.graph_breaks == 0
 
 
 HEALED = "dynamo={'capture_scalar_outputs': True}"

@@ -57,11 +57,6 @@ def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
             ["did you mean 'capture_scalar_outputs'"],
         ),
         ({"dynamo": {"allow_rnn": 1}}, TypeError, ["dynamo['allow_rnn']=1", "True or False"]),
-        (
-            {"dynamo": {"ignore_logging_functions": ["logging.inf"]}},
-            ValueError,
-            ["dynamo['ignore_logging_functions']='logging.inf'", "did you mean 'logging.info'"],
-        ),
         ({"passes": [3]}, TypeError, ["passes", "3"]),
         ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
         ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
@@ -101,7 +96,7 @@ def test_keys_of_different_settings_differ():
         {"activation_memory_budget": 0.5},
         {"options": {"max_autotune": True}},
         {"dynamo": {"capture_scalar_outputs": True}},
-        {"dynamo": {"reorderable_logging_functions": ["print"]}},
+        {"dynamo": {"allow_rnn": True}},
         {"passes": [Scale(2)]},
         {"passes": [Scale(3)]},
     ]
@@ -197,10 +192,7 @@ def test_settings_of_the_program_may_name_commands_and_contain_passes():
 
 
 def test_dynamo_settings_round_trip_as_plain_data():
-    given = {"capture_scalar_outputs": True, "ignore_logging_functions": {"print", "logging.info"}}
-    config = InductorConfig(dynamo=given)
-    assert config.describe() == (
-        "dynamo={'capture_scalar_outputs': True, 'ignore_logging_functions': ('logging.info', 'print')}"
-    )
+    config = InductorConfig(dynamo={"capture_scalar_outputs": True, "allow_rnn": False})
+    assert config.describe() == "dynamo={'allow_rnn': False, 'capture_scalar_outputs': True}"
     assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config != InductorConfig()
