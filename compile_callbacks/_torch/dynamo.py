@@ -36,21 +36,17 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
-def switch_off_argument_validation() -> Callable[[], None]:
-    """Switch off the argument validation of ``torch.distributions``, and return a function that restores it.
+def validate_arguments(validates: bool) -> bool:
+    """Switch the argument validation of ``torch.distributions``, which breaks graphs, and return whether it was on.
 
-    The validation would break graphs. The first ``torch.compile`` of a process also switches it off.
+    The first ``torch.compile`` of a process also switches it off. ``cache_clear`` lets the user's next one do so.
     """
     from torch._dynamo.eval_frame import TorchPatcher
 
-    validates = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-
-    def restore() -> None:
-        Distribution.set_default_validate_args(validates)
-        TorchPatcher.patch.cache_clear()  # so that the next torch.compile of the user switches it off, as by hand
-
-    return restore
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(validates)
+    TorchPatcher.patch.cache_clear()
+    return before
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from compile_callbacks._utils.signatures import inputs_of
 
 SPECIALIZED = (0, 1)
 """Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
+
+MAX_SETS = 16
+"""The maximum number of sets of sizes to keep. Two sizes already show that a dimension varies."""
 
 
 class InputSizes:
@@ -22,24 +25,24 @@ class InputSizes:
     that the code does not fit. If such calls have two sets of sizes, each set gets a static graph, because a dynamic
     graph is slower and would also serve the usual calls. With more sets, each dimension that has two sizes varies.
 
-    An integer input counts as an input with one dimension. The sizes 0 and 1 of a tensor count as no size.
+    An integer input counts as an input with one dimension. The sizes 0 and 1 of a tensor do not count.
     """
 
     def __init__(self) -> None:
         self._eager: dict[str, list[Counter[int]]] = {}  # the number of eager calls, by input, dimension and size
-        self._compiled: dict[str, list[Counter[int]]] = {}  # the same of calls that compile or that no code fits
-        self._sets: list[Any] = []  # the first three sets of sizes of these calls
+        self._sets: list[dict[str, tuple[int, ...]]] = []  # the sizes of calls that compile or that no code fits
         self._known: dict[str, set[int]] = {}  # the dimensions that varied in earlier runs
 
     def record_eager(self, args: Any, kwargs: Any) -> None:
         """Record an eager call of a step that does not compile. This takes about 1 µs per input."""
-        _count(self._eager, _sizes_of(args, kwargs))
+        for key, sizes in _sizes_of(args, kwargs).items():
+            for count, size in zip(self._eager.setdefault(key, [Counter() for _ in sizes]), sizes, strict=True):
+                count[size] += 1
 
     def record_compiled(self, args: Any, kwargs: Any) -> None:
         """Record a call that compiles, or that the compiled code does not fit."""
         sizes = _sizes_of(args, kwargs)
-        _count(self._compiled, sizes)
-        if sizes not in self._sets and len(self._sets) < 3:
+        if len(self._sets) < MAX_SETS and sizes not in self._sets:
             self._sets.append(sizes)
 
     def is_second_set(self, args: Any, kwargs: Any) -> bool:
@@ -51,17 +54,19 @@ class InputSizes:
         varying = {key: set(dimensions) for key, dimensions in self._known.items()}
         for key, counts in self._eager.items():
             varying.setdefault(key, set()).update(i for i, sizes in enumerate(counts) if _varies(key, sizes))
-        for key, counts in self._compiled.items() if len(self._sets) > 2 else ():
-            varying.setdefault(key, set()).update(i for i, sizes in enumerate(counts) if len(_sizes(key, sizes)) > 1)
+        later = self._sets if len(self._sets) > 2 else ()
+        for key in {key for sizes in later for key in sizes}:
+            by_dimension = zip(*(sizes[key] for sizes in later if key in sizes), strict=True)
+            several = (i for i, sizes in enumerate(by_dimension) if len(_counted(key, sizes)) > 1)
+            varying.setdefault(key, set()).update(several)
         return {key: sorted(dimensions) for key, dimensions in varying.items() if dimensions}
 
-    def restore(self, state: Mapping[Any, Any]) -> None:
-        """Add the dimensions that varied in an earlier run. Ignore entries of another form."""
-        for key, dimensions in state.items():
-            rank = key.rpartition(":")[2] if isinstance(key, str) else ""
-            count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
-            if isinstance(dimensions, list) and all(type(i) is int and 0 <= i < count for i in dimensions):
-                self._known.setdefault(key, set()).update(dimensions)
+    def restore(self, key: object, dimensions: object) -> None:
+        """Add the dimensions of an input that varied in an earlier run. Ignore values of another form."""
+        rank = key.rpartition(":")[2] if isinstance(key, str) else ""
+        count = 1 if rank == "int" else int(rank) if rank.isdecimal() and len(rank) < 3 else 0
+        if isinstance(dimensions, list) and all(type(i) is int and 0 <= i < count for i in dimensions):
+            self._known.setdefault(str(key), set()).update(dimensions)
 
 
 def input_key(name: str, value: torch.Tensor | int) -> str:
@@ -69,24 +74,17 @@ def input_key(name: str, value: torch.Tensor | int) -> str:
     return f"{name}:{value.dim()}" if isinstance(value, torch.Tensor) else f"{name}:int"
 
 
-def _sizes_of(args: Any, kwargs: Any) -> list[tuple[str, tuple[int, ...]]]:
-    def sizes() -> Iterator[tuple[str, tuple[int, ...]]]:
-        for name, value in inputs_of(args, kwargs):
-            yield input_key(name, value), tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
-
-    return list(sizes())
-
-
-def _count(counts: dict[str, list[Counter[int]]], sizes_of_call: list[tuple[str, tuple[int, ...]]]) -> None:
-    for key, sizes in sizes_of_call:
-        for count, size in zip(counts.setdefault(key, [Counter() for _ in sizes]), sizes, strict=True):
-            count[size] += 1
+def _sizes_of(args: Any, kwargs: Any) -> dict[str, tuple[int, ...]]:
+    return {
+        input_key(name, value): tuple(value.shape) if isinstance(value, torch.Tensor) else (value,)
+        for name, value in inputs_of(args, kwargs)
+    }
 
 
-def _sizes(key: str, counts: Counter[int]) -> dict[int, int]:
-    return {size: count for size, count in counts.items() if key.endswith(":int") or size not in SPECIALIZED}
+def _counted(key: str, sizes: Iterable[int]) -> set[int]:
+    return {size for size in sizes if key.endswith(":int") or size not in SPECIALIZED}
 
 
 def _varies(key: str, counts: Counter[int]) -> bool:
-    sizes = _sizes(key, counts)
-    return len(sizes) > 2 or sum(4 * count >= counts.total() for count in sizes.values()) > 1
+    sizes = _counted(key, counts)
+    return len(sizes) > 2 or sum(4 * counts[size] >= counts.total() for size in sizes) > 1

@@ -98,7 +98,7 @@ class ObservedCalls:
             if key == DIFFERENTIATED:
                 self.gradients_differentiated = True
                 continue
-            self.sizes.restore({key: dimensions})
+            self.sizes.restore(key, dimensions)
 
 
 CHANGING_INTEGERS = "changing integers"

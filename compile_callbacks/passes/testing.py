@@ -106,13 +106,13 @@ def check_pass(
     # Each check needs its own code object, because torch's recompile limit counts the graphs of one code object.
     function = _torch.dynamo.function_with_own_cache(_call_module, "checked_module")  # type: ignore[arg-type]
     all_options = {**(options or {}), **pass_options((before, graph_pass, after), phase)}
-    restore_validation = _torch.dynamo.switch_off_argument_validation()
+    validates = _torch.dynamo.validate_arguments(False)
     try:
         actual = _results(torch.compile(function, options=all_options), module, inputs, phase)
     except Exception as error:
         raise find_pass_error(error) or error from None
     finally:
-        restore_validation()
+        _torch.dynamo.validate_arguments(validates)
     expected = _results(_call_module, module, inputs, phase)
     return PassCheck(tuple(before.graphs), tuple(after.graphs), actual, expected)
 

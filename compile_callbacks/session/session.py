@@ -139,7 +139,7 @@ class Session:
         if self._helper is not None:
             self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
-            self._validation.callback(_torch.dynamo.switch_off_argument_validation())
+            self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
         if self._cache is not None:
