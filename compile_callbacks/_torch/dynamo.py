@@ -87,7 +87,6 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
         if frozen:
             stack.enter_context(inductor_config.patch(freezing=True))
-            stack.enter_context(without_finalizers_of_weights())
         yield
 
 
@@ -134,23 +133,6 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
         for m in module.modules()
         if own or m is not module
     )
-
-
-def without_finalizers_of_weights() -> contextlib.AbstractContextManager[Any]:
-    """Trace without finalizers of frozen weights that are tensor subclasses, because ``module.cpu()`` fails with them.
-
-    Dynamo compares the identity of frozen weights. A finalizer invalidates the graph when a weight is deleted, because
-    another object may then have its identity. The graph of a frozen weight keeps the weight alive.
-    """
-    from torch._dynamo.guards import CheckFunctionManager
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    id_ref = CheckFunctionManager.id_ref
-
-    def plain_id(manager: Any, value: Any, name: str) -> int:
-        return id(value) if is_traceable_wrapper_subclass(value) else id_ref(manager, value, name)
-
-    return patch.object(CheckFunctionManager, "id_ref", plain_id)
 
 
 def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:

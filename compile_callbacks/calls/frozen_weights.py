@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ class WeightWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._tensors: list[torch.Tensor] = []
-        self._inner: list[tuple[Any, str, Any]] = []  # tensor subclasses, with the names and values of their tensors
         self._versions: tuple[list[int], ...] = ()
         self._addresses: list[int] = []
         self._hashes: tuple[int, ...] | None = None
@@ -34,17 +32,7 @@ class WeightWatch:
         takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters that were replaced.
         """
         if self._hashes is None or thorough:
-            weights = list(_weights(self._module))
-            self._tensors = [
-                tensor for weight in weights for tensor in _plain_tensors(weight) if not tensor.is_inference()
-            ]
-            # The inner tensors of a subclass have their own version counters. `module.to()` replaces these tensors.
-            self._inner = [
-                (weight, name, getattr(weight, name))
-                for weight in weights
-                if not weight.is_inference() and is_traceable_wrapper_subclass(weight)
-                for name in weight.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-            ]
+            self._tensors = [weight for weight in _weights(self._module) if not weight.is_inference()]
         elif self._read_versions() == self._versions:
             return False
         before = self._hashes, self._addresses
@@ -56,25 +44,24 @@ class WeightWatch:
 
     def _read_versions(self) -> tuple[list[int], ...]:
         # Maps of functions in C, because each step does this for hundreds of tensors.
-        addresses, versions = list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
-        ids = [id(getattr(weight, name)) for weight, name, _ in self._inner]
-        return addresses, versions, ids, [weight._version for weight, _, _ in self._inner]
+        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
 
 
 def content_hashes(module: nn.Module) -> tuple[int, ...]:
     """Return a 64-bit hash of each weight, in order."""
-    hashes = [_hash(tensor).cpu() for weight in _weights(module) for tensor in _plain_tensors(weight)]
+    hashes = [_hash(weight).cpu() for weight in _weights(module)]
     return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
 def unwatchable_reason(module: nn.Module) -> str | None:
     """Return the reason why this file cannot detect changes of a module's weights, or ``None`` if it can."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        if is_traceable_wrapper_subclass(weight):
+            return f"{name!r} is a tensor subclass"
         try:
-            for tensor in _plain_tensors(weight):
-                tensor.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized
-                if tensor.is_quantized:
-                    return f"{name!r} is quantized"
+            weight.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized
+            if weight.is_quantized:
+                return f"{name!r} is quantized"
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return f"{name!r} is a tensor whose memory cannot be read: {error}"
     return None
@@ -83,15 +70,6 @@ def unwatchable_reason(module: nn.Module) -> str | None:
 def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that contain the values of a tensor, which may be a tensor subclass."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
