@@ -101,7 +101,7 @@ class TrainerCalls:
             settings = dataclasses.replace(arguments.target_settings, keeps_graph=keeps_graph)
             session = self.session = Session(
                 pl_module,
-                resolve_targets(pl_module, arguments.targets, LightningModule),
+                resolve_targets(pl_module, arguments.targets or ()),
                 dataclasses.replace(arguments, target_settings=settings),
                 resolve=functools.partial(_resolve_again, pl_module, arguments),
                 print_line=functools.partial(print_line, trainer),
@@ -200,4 +200,4 @@ def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments, tr
 def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[Target]:
     """Return the targets of a module that changed during a run."""
     _unwrap_compiled(pl_module, arguments)
-    return resolve_targets(pl_module, present_names(pl_module, arguments.targets), LightningModule)
+    return resolve_targets(pl_module, present_names(pl_module, arguments.targets or ()))

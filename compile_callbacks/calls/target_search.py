@@ -48,7 +48,6 @@ class TargetSearch:
         """The targets that the running step has called for the first time in the phase."""
         self._root, self._switch, self._warn = root, switch, warn
         self._group, self._resolve, self._uncompiled = group, resolve, uncompiled
-        self._resolved = list(switch.targets)  # the other targets were called
         self._tree = _tree(root)
         self._eager = self._records_methods = False
         self._phase: Phase | None = None
@@ -107,9 +106,7 @@ class TargetSearch:
             self._in_method.append(probe)
             return probe.below(*args, **kwargs)
         if probe.covered is None:
-            known = {_key(member) for target in self._switch.targets for member in target.members}
-            new = [callee for callee in compilable_parts(probe.callee) if _key(callee) not in known]
-            probe.covered = not new or probe.callee.module is self._root
+            probe.covered = not self._new_parts([probe.callee])
         if not probe.covered and self.in_step and not _torch.autograd.in_backward():
             if probe.callee.method is None:
                 self._add(probe)
@@ -136,17 +133,27 @@ class TargetSearch:
         return result
 
     def _add(self, probe: CallProbe) -> None:
-        """Make a called module or method a target, with the equal blocks next to it."""
+        """Make a called module or method a target, with the equal blocks next to it.
+
+        The call of the root hides its children, which later steps may call, so they become targets, too.
+        """
         assert self._group is not None
         probe.covered = True
         callees = [standing.callee for standing in self._standing]
-        known = {_key(member) for target in self._switch.targets for member in target.members}
         with self._without_failures(), _removed(list(self._standing), self._standing):
-            alike = with_equal_blocks(self._root, probe.callee, callees)
-            equal = [compilable for callee in alike for compilable in compilable_parts(callee)]
-            self._switch.add(self._group(self._root, [callee for callee in equal if _key(callee) not in known]))
+            groups = [with_equal_blocks(self._root, probe.callee, callees)]
+            if probe.callee.module is self._root:
+                children = set(self._root.children())
+                groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
+            for alike in groups:
+                self._switch.add(self._group(self._root, self._new_parts(alike)))
         for standing in self._standing:
             standing.covered = standing.covered or None
+
+    def _new_parts(self, callees: Iterable[Callee]) -> list[Callee]:
+        """Return what torch can compile of called modules and methods, without what is a target already."""
+        known = {_key(member) for target in self._switch.targets for member in target.members}
+        return [part for callee in callees for part in compilable_parts(callee) if _key(part) not in known]
 
     @contextlib.contextmanager
     def _without_failures(self) -> Iterator[None]:
@@ -175,28 +182,21 @@ class TargetSearch:
     def _look_up(self, resolve: Callable[[], Sequence[Target]]) -> None:
         """Resolve the targets again, and discard those that are no longer a part of the module."""
         self.remove()
-        resolved = resolve()
+        resolved, before = resolve(), self._tree
         self._tree = _tree(self._root)
-        present = {number for _, number in self._tree}
-        identities = {_identity(target) for target in resolved}
-        keys = {_key(member) for target in resolved for member in target.members}
-        kept: list[Target] = []
-        discarded: list[Target] = []
-        for target in self._switch.targets:
-            was_called = target not in self._resolved and keys.isdisjoint(map(_key, target.members))
-            is_present = was_called and all(id(member.module) in present for member in target.members)
-            (kept if is_present or _identity(target) in identities else discarded).append(target)
+        if self._group is not None:
+            gone = {number for _, number in set(before) - set(self._tree)}
+            of_gone = [t for t in self._switch.targets if any(id(member.module) in gone for member in t.members)]
+            self._switch.discard(of_gone)
+            return
+        named = {_identity(target): target for target in resolved}
+        discarded = [target for target in self._switch.targets if _identity(target) not in named]
         self._switch.discard(discarded)
-        known = {_identity(target) for target in kept}
-        self._switch.add([target for target in resolved if _identity(target) not in known])
-        self._resolved = [target for target in self._switch.targets if _identity(target) in identities]
-        if self._group is None:
-            for name in {target.name for target in discarded} - {target.name for target in resolved}:
-                self._warn.warn(
-                    "CC102",
-                    f"target {name!r} is no longer a part of the module, so it is not compiled",
-                    about=(name, "gone"),
-                )
+        known = {_identity(target) for target in self._switch.targets}
+        self._switch.add([target for identity, target in named.items() if identity not in known])
+        for name in {target.name for target in discarded} - {target.name for target in resolved}:
+            message = f"target {name!r} is no longer a part of the module, so it is not compiled"
+            self._warn.warn("CC102", message, about=(name, "gone"))
 
 
 @contextlib.contextmanager

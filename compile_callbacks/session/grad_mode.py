@@ -202,7 +202,7 @@ def _check_without_trainer(arguments: CompileArguments) -> None:
 def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
     if unsupported := unsupported_reason(module, arguments.configs):
         raise ValueError(with_code("CC802", unsupported))
-    targets = resolve_targets(module, arguments.targets or ("forward",), nn.Module)
+    targets = resolve_targets(module, arguments.targets or ("forward",))
     names = {member.name for target in targets for member in target.members}
     if _session_of(module) is not None or names & set(compiled_target_names(module)):
         message = (

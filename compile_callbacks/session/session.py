@@ -150,7 +150,7 @@ class Session:
             self._progress.restore(known["compile_seconds"])
         self._recorder.listen()
         self._switch.install()
-        targets = [target.name for target in self._switch.targets]
+        targets = self._arguments.targets or ()
         self._policies.begin(device, model, targets, precision, self._model_record, sharded=sharded)
         self._free_unused()
 
@@ -342,7 +342,7 @@ class Session:
 
     def _background_policy(self, phase: Phase, variant: Variant) -> BackgroundPolicy:
         def record(kind: str, reason: str) -> None:
-            names = ", ".join(target.name for target in self._switch.targets)
+            names = ", ".join(target.name for target in self._switch.targets) or "the module"
             self._recorder.record(kind, CompileKey(names, phase), reason=reason)
 
         assert self._requests is not None

@@ -50,11 +50,13 @@ class SessionWarnings:
         self._recorder = recorder
         self._timer = timer
         self._finds_targets = finds_targets
+        self._without_effect: dict[Phase, list[tuple[EventKind, str]]] = {}
 
     def check_settings(
         self, phase: Phase, config: InductorConfig | None, *, sharded: bool, device: torch.device, warns: bool
     ) -> None:
-        """Record settings that have no effect on this module and this device. One rank ``warns`` for all."""
+        """Find settings that have no effect on this module and this device. One rank ``warns`` for all."""
+        self._without_effect[phase] = []
         if config is None:
             return
         mode = f"{self._recorder.mode_arguments[phase]}={config.describe()!r}"
@@ -108,6 +110,7 @@ class SessionWarnings:
             self._warn.warn("CC102", message, about=phase)
         for compiled_target in self._switch.compiled_targets(phase):
             if compiled_target.called and not (compiled_target.on_trial or compiled_target.backend.waits):
+                self._record_without_effect(compiled_target.key)
                 self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
                 if variant.name is None and variant.config is not None and variant.config.freezes:
@@ -161,7 +164,10 @@ class SessionWarnings:
     def _report_no_effect(self, kind: EventKind, phase: Phase, warning: str, reason: str) -> None:
         if warning:
             self._warn.warn("CC204", warning, about=(phase, kind))
-        for key in (CompileKey(target.name, phase) for target in self._switch.targets):
+        self._without_effect[phase].append((kind, reason))
+
+    def _record_without_effect(self, key: CompileKey) -> None:
+        for kind, reason in self._without_effect[key.phase]:
             if not self._reasons(kind, key):
                 self._recorder.record(kind, key, reason=reason, show=False)
 

@@ -29,7 +29,9 @@ def possible_callees(root: nn.Module) -> Iterator[Callee]:
     Members of lists and dicts of modules are direct children. The function yields no module without parameters, none
     that can be a target only by name, and none within a module that the user compiled.
     """
-    yield Callee("forward", root)
+    of_root = Callee("forward", root)
+    if of_root.uncompilable_reason() is None:
+        yield of_root
     yield from _within(root, "", {id(root)}, direct=True)
 
 

@@ -1,9 +1,9 @@
-"""Resolves the names in the ``targets`` argument to `Target` objects of a module, or chooses the default targets."""
+"""Resolves the names in the ``targets`` argument to `Target` objects of a module."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks.targets.fsdp import innermost_fsdp_units
 from compile_callbacks.targets.repeated import group_targets, is_block
-from compile_callbacks.targets.target import CONTAINERS, Callee, Target, callees_of, only_if_named
+from compile_callbacks.targets.target import Callee, Target, callees_of
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | None:
@@ -42,28 +42,23 @@ def check_target_names(targets: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def resolve_targets(root: nn.Module, names: Sequence[str] | None, base: type[nn.Module]) -> list[Target]:
+def resolve_targets(root: nn.Module, names: Sequence[str]) -> list[Target]:
     """Return the targets for a checked ``targets`` argument.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
-    itself. ``None`` selects the ``forward`` of the root if its class overrides the ``forward`` of ``base``, and each
-    direct child with parameters. Members replace a list or dict of modules. If FSDP shards a module in parts, its
-    innermost parts replace the module.
+    itself. If FSDP shards a module in parts, its innermost parts replace the module.
 
     Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
     function, because they already do not support the settings that sharing excludes.
     """
-    if names is not None:
-        of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
-        shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
-        return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
-    of_root = callees_of("forward", root) if type(root).forward is not base.forward else []
-    return group_targets(root, [*of_root, *_children(root, "")], lambda callee: callee.sharded)
+    of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
+    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
+    return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
 
 
-def present_names(root: nn.Module, names: Sequence[str] | None) -> Sequence[str] | None:
+def present_names(root: nn.Module, names: Sequence[str]) -> Sequence[str]:
     """Return a checked ``targets`` argument without the names that a changed module no longer has."""
-    return None if names is None else [name for name in names if _is_present(root, name)]
+    return [name for name in names if _is_present(root, name)]
 
 
 def _is_present(root: nn.Module, name: str) -> bool:
@@ -71,16 +66,6 @@ def _is_present(root: nn.Module, name: str) -> bool:
         return bool(_matching(root, name))
     except ValueError:
         return False
-
-
-def _children(parent: nn.Module, prefix: str) -> Iterator[Callee]:
-    for name, child in parent.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        if isinstance(child, CONTAINERS):
-            yield from _children(child, f"{prefix}{name}.")
-        elif not only_if_named(child) and type(child).forward is not nn.Module.forward:
-            yield from callees_of(prefix + name, child)
 
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:

@@ -131,19 +131,23 @@ def test_default_targets_are_the_called_modules_and_methods(call, baseline_steps
     assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
 
 
-def test_a_child_that_is_called_later_is_compiled_then():
+@pytest.mark.parametrize("first", ["net", "forward"])
+def test_a_child_that_is_called_later_is_compiled_then(first):
     class Later(Classifier):
         def __init__(self):
             super().__init__()
             self.head = nn.Linear(CLASSES, CLASSES)
 
+        def forward(self, x):
+            return self.net(x)
+
         def training_step(self, batch, batch_idx):
-            out = self.net(batch[0])
+            out = self(batch[0]) if first == "forward" else self.net(batch[0])
             return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
 
     callback = InductorCompile(baseline_steps=0)
     fit(callback, make=Later, train=4)
-    assert set(callback.report.train.targets) == {"net", "head"}
+    assert set(callback.report.train.targets) == {first, "head"}
 
 
 @pytest.mark.parametrize("targets", [None, ["net"]])
@@ -354,14 +358,18 @@ class Awaits(Classifier):
         self.validation_outputs.append(self.logits(batch[0]))
 
 
-@pytest.mark.parametrize(("method", "targets"), [("call", None), ("call", "net"), ("encode", "net.encode")])
+@pytest.mark.parametrize(("method", "targets"), [("call", "net"), ("encode", "net.encode")])
 def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
-    message = f"target '{targets or 'net'}' is not compiled: its .* is an async function"
-    with pytest.warns(CompileWarning, match=message):
+    with pytest.warns(CompileWarning, match=f"target '{targets}' is not compiled: its .* is an async function"):
         assert_same_fit(callback, make=lambda: Awaits(method))
-    # The first steps call the module inside an async forward too, so it is a default target.
-    assert callback.report.train.targets == (("net.net",) if targets is None else ())
+    assert callback.report.train.targets == ()
+
+
+def test_what_an_async_module_calls_is_a_default_target():
+    callback = InductorCompile(baseline_steps=0)
+    assert_same_fit(callback, make=lambda: Awaits("call"))
+    assert callback.report.train.targets == ("net.net",)
 
 
 class _Skipped(nn.Module):

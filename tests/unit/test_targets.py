@@ -9,8 +9,8 @@ from compile_callbacks.targets.resolve import check_target_names, resolve_target
 from tests.support.models import Classifier
 
 
-def names(module, targets=None):
-    return [target.name for target in resolve_targets(module, targets, pl.LightningModule)]
+def names(module, targets):
+    return [target.name for target in resolve_targets(module, targets)]
 
 
 class Parts(pl.LightningModule):
@@ -39,5 +39,5 @@ def test_a_module_under_two_names_is_one_target():
 def test_a_part_named_repeated_is_a_target_in_a_list():
     module = Classifier()
     module.repeated = nn.Linear(2, 2)
-    (found,) = resolve_targets(module, check_target_names(["repeated"]), pl.LightningModule)
+    (found,) = resolve_targets(module, check_target_names(["repeated"]))
     assert found.members[0].module is module.repeated
