@@ -36,7 +36,7 @@ class CompileRequest:
     options: Mapping[str, Any]
     passes: tuple[Any, ...]
     activation_memory_budget: float | None
-    keeps_graph: bool
+    keeps_graph: bool = False
 
     def pickled(self) -> bytes:
         """Pickle the request.
