@@ -9,7 +9,7 @@ measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when t
 not end in time stays a part. FOLDER/NAME.log has the output of the script.
 
 Each file names the commit, the device, the versions, the date and the command. A copy of the files that is no clone
-needs the variable COMMIT. To try the scripts on a CPU: ``--tables spiking -- --device cpu --steps 4``.
+needs the variable COMMIT. To try the scripts on a CPU: ``--tables memory -- --device cpu --tiny``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tables import say
-from zoo import MODELS as ZOO
 
 ORDINARY = {"vit_b_16": 170, "bert": 190, "gpt2": 180, "convnext_tiny": 220, "efficientnet_b0": 320, "unet": 130}
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
@@ -57,7 +56,6 @@ TABLES = {
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
-    "faults": Table("rank_faults.py --run-seconds 150", 160, gpus=2),
     "resnet50_train": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 16 128", 290),
     "resnet50_infer": Table(
         f"resnet50.py --phase infer {PRECISE} 10 --batch-sizes 1 128 --infer-run-steps 100000 15000", 240
@@ -76,16 +74,8 @@ TABLES = {
     },
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
-    "items": Table("ordinary.py --model items-8 --ways auto eager default healed hand hand-healed lightning", 200),
-    "lengths": Table("ordinary.py --model blocks-6 --lengths 40", 250),
-    "spiking": Table("spiking.py", 280),
-    "scaling_depth": Table("scaling.py", 400),
     "memory": Table("memory.py", 240),
     "warm_start": Table("warm_start.py --pairs 1 --warm-runs 7 --no-moved", 350),
-    "zoo_train": Table(f"zoo.py --phase train --models {' '.join(ZOO[:8])}", 470),
-    "zoo_train_attention": Table(f"zoo.py --phase train --models {' '.join(ZOO[8:])}", 350),
-    "zoo_infer": Table(f"zoo.py --phase infer --models {' '.join(ZOO[:8])}", 470),
-    "zoo_infer_attention": Table(f"zoo.py --phase infer --models {' '.join(ZOO[8:])}", 350),
 }
 
 

@@ -29,18 +29,16 @@ class Workload:
     """A workload.
 
     ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials. An ``ordinary``
-    workload trains with AdamW and logs the loss, and the callback has its default settings. With ``lengths``, the steps
-    get batches of different lengths in dimension 1, as many as the number says, one after another.
+    workload trains with AdamW and logs the loss, and the callback has its default settings.
     """
 
     model: str  # a name that `models.make` takes
-    phase: Literal["train", "infer", "forward"]
+    phase: Literal["train", "infer"]
     batch_size: int
     image_size: int
     device: str
     run_steps: int
     ordinary: bool = False
-    lengths: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Variant:
     targets: Any = None  # of the callback
     background: bool = False  # of the callback
     max_pool_pass: bool = False  # the graph pass of examples/max_pool_backward.py for the callback
-    dynamo: tuple[str, ...] = ()  # settings of torch._dynamo.config that are set to True by hand
 
 
 Group = tuple[Workload, Sequence[Variant]]
@@ -107,8 +104,6 @@ class Process:
         milliseconds = self.block(3) or math.inf
         least = math.ceil(options.steps / options.blocks)
         self.steps = max(1, least, round(options.block_seconds * 1000 / milliseconds))
-        if self.work.lengths:  # each block has all lengths
-            self.steps += -self.steps % self.work.lengths
         if options.warm_up_seconds:
             self.block(max(1, round(options.warm_up_seconds * 1000 / milliseconds)))
 

@@ -4,7 +4,7 @@ Each way is a process. All ways prepare together; then they are timed in alterna
 running. "compiling" is the time that torch compiled, while up to --jobs processes compiled. "says" is the verdict of
 the report, and its speedup, from its own samples during the preparation. On a GPU everything runs in bf16 autocast.
 
-python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--lengths 40] [--ways eager auto]
+python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--ways eager auto]
                               [--json FILE]
 """
 
@@ -14,8 +14,6 @@ from conduct import Variant, Workload
 from tables import Row, add_pacing, in_order, parser_for, print_columns, rows_of
 
 BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
-SETTING = "capture_scalar_outputs"
-HEALED = {"dynamo": {SETTING: True}}
 WAYS = {
     "auto": Variant('InductorCompile("auto")', "fit", "callback", "auto"),
     "background": Variant("InductorCompile(background=True)", "fit", "callback", "default", background=True),
@@ -25,10 +23,7 @@ WAYS = {
     "hand": Variant("child compiled by hand, default", "fit", "child", "default"),
     "hand-reduce-overhead": Variant("child compiled by hand, reduce-overhead", "fit", "child", "reduce-overhead"),
     "lightning": Variant("Lightning's torch.compile(module)", "fit", "module"),
-    "healed": Variant(f"InductorCompile({HEALED})", "fit", "callback", HEALED),
-    "hand-healed": Variant(f"child compiled by hand, {SETTING}", "fit", "child", "default", dynamo=(SETTING,)),
 }
-ORDINARY_WAYS = [name for name in WAYS if "healed" not in name]
 COLUMNS = {
     "way": "{}", "first_step_seconds": "{:.1f}", "compile_seconds": "{:.1f}", "step_ms": "{:.2f}", "speedup": "{:.2f}x",
     "speedup_interval": "{0[0]:.2f} to {0[1]:.2f}", "chosen": "{}", "verdict": "{}",
@@ -41,8 +36,7 @@ def show(rows: list[Row]) -> None:
     """Print a table for each model: eager, by hand, then this library."""
     for model in in_order(rows, lambda row: row["model"]):
         of_model = [row for row in rows if row["model"] == model]
-        lengths = f", {of_model[0]['lengths']} lengths" if of_model[0]["lengths"] else ""
-        print(f"{model}, batch {of_model[0]['batch_size']}{lengths}:\n")
+        print(f"{model}, batch {of_model[0]['batch_size']}:\n")
         print_columns(COLUMNS, sorted(of_model, key=lambda row: "InductorCompile" in row["way"]))
 
 
@@ -54,16 +48,12 @@ def main() -> None:
     add("--model", required=True, help="a name of models.py")
     add("--batch-size", type=int, help="by default 32, or that of the model")
     add("--image-size", type=int, default=224)
-    add("--lengths", type=int, default=0, help="number of different lengths of the batches")
-    add("--ways", nargs="+", choices=list(WAYS), default=ORDINARY_WAYS)
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args()
     batch_size = args.batch_size or BATCH_SIZES.get(args.model, 32)
-    work = Workload(
-        args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True, lengths=args.lengths
-    )
+    work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True)
     groups = [(work, [WAYS[name] for name in args.ways])]
-    title = f"{args.model}, batch {batch_size}, AdamW" + f", {args.lengths} lengths" * bool(args.lengths)
-    show(rows_of(args, title, [groups], own_caches=True))
+    show(rows_of(args, f"{args.model}, batch {batch_size}, AdamW", [groups], own_caches=True))
 
 
 if __name__ == "__main__":

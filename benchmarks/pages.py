@@ -29,15 +29,10 @@ import false_verdicts
 import fsdp2
 import memory
 import models_table
-import net_seconds
 import ordinary
-import rank_faults
 import resnet50
-import scaling
-import spiking
 import tiny_steps
 import warm_start
-import zoo
 from summaries import SUMMARIES
 from tables import Row, origins, print_columns, read
 
@@ -86,24 +81,11 @@ even steps* are those of the report after about 80 steps. The reported speedup c
 differ much from the speedup of the blocks. The peak memory of this library includes its eager steps, and
 the comparison of compiled code with eager.""",
     ),
-    "items": Table(
-        "items", ordinary.show, "A model with a graph break in each block",
-        "Each of eight transformer blocks calls `.item()`. *Healed* ways set `capture_scalar_outputs`.",
-    ),
-    "lengths": Table(
-        "lengths", ordinary.show, "Batches of many lengths",
-        "A transformer of six blocks, whose batches have 40 different lengths.",
-    ),
     "background": Table(
         "background_*", show_background, "Compiling in the background",
         """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
 with its comparison. On a GPU, all models train in bf16.""",
-    ),
-    "scaling_depth": Table(
-        "scaling_depth*", scaling.show, "Repeated blocks against the depth",
-        """A transformer trains with AdamW. *Separate* is `targets=["layers.*"]`.
-*Of whole* is a time divided by that of the whole model: of CPU time on a CPU, because other programs may use it.""",
     ),
     "tiny_steps": Table(
         "tiny_steps", partial(print_columns, tiny_steps.COLUMNS), "The CPU time that a step takes in addition",
@@ -112,12 +94,6 @@ code. Each figure is the median of rounds that alternate between the rows. An *e
 without hooks: Lightning takes time to call the hooks of each callback. In the loop *infer*, *callback* is
 `InductorBackend.infer`.""",
     ),
-    "net_seconds": Table(
-        "net_seconds", partial(print_columns, net_seconds.COLUMNS), "Net seconds saved against a stopwatch",
-        """Each pair is a training run without the callback and a run with it, both as new processes with an empty
-compiler cache. *Measured* is the difference of both by a stopwatch, *reported* is the report's `net_seconds_saved`, and
-*error* is their difference as a share of the eager run.""",
-    ),
     "false_verdicts": Table(
         "false_verdicts", false_verdicts.show, "False verdicts",
         """The simulation runs the timer and the rule of the report, and a `Tune` of one candidate, on step times with
@@ -125,19 +101,6 @@ compiler cache. *Measured* is the difference of both by a stopwatch, *reported* 
 makes the machine 5% faster or slower during the run. The table shows the share of runs that call compiled steps faster,
 by their true speedup. At a true speedup of 1.00, each such claim is false. The last row compares eager steps with eager
 steps of a small network, while other processes keep all cores busy.""",
-    ),
-    "spiking": Table(
-        "spiking", partial(print_columns, spiking.COLUMNS), "A small spiking network",
-        """A network of leaky integrate-and-fire layers over 20 time steps. The hand-made graph is one CUDA graph of
-forward, loss and backward. *Of eager* is the speedup.""",
-    ),
-    "zoo_train": Table(
-        "zoo_train*", zoo.show, "Models of torchvision and timm, training",
-        "`torch.compile` runs in mode `default`, so the ratios to it are those of the modes.",
-    ),
-    "zoo_infer": Table(
-        "zoo_infer*", zoo.show, "Models of torchvision and timm, inference",
-        "`torch.compile` runs in mode `default`, so the ratios to it are those of the modes and of frozen weights.",
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
@@ -166,12 +129,6 @@ the losses of the first row.""",
     "warm_ranks": Table(
         "warm_ranks", partial(print_columns, warm_start.COLUMNS), "Warm start of two ranks",
         "As for one process; *seconds* is the time of the slower rank.",
-    ),
-    "faults": Table(
-        "faults", partial(print_columns, rank_faults.COLUMNS), "Faults of a rank",
-        """On the second rank, Inductor raises (*failure*), or the first compile takes longer than on the first rank
-(*slow*). In *sigterm*, both ranks receive the signal during their first compile. *Loss difference* is the largest
-relative difference of a loss from the eager run.""",
     ),
     "models": Table(
         "models", models_table.show, "Models of other packages",

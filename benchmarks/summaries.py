@@ -25,9 +25,8 @@ WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with t
 }
 DDP = {"ddp_128": "default", "ddp": "default", "ddp_1024": "default", "ddp_reduce_overhead": "reduce-overhead"}
 MODES = {"default": "InductorCompile()", "reduce-overhead": 'InductorCompile("reduce-overhead")'}
-HEALED = "{'dynamo': {'capture_scalar_outputs': True}}"
 LITTLE = 0.02  # the interquartile range of blocks, as a part of a step
-WITH_INTERVALS = ("resnet50_*", "ordinary_*", "items", "lengths", "zoo_*")  # files with an interval of each speedup
+WITH_INTERVALS = ("resnet50_*", "ordinary_*")  # files with an interval of each speedup
 
 
 def rows_of(pattern: str) -> list[Row]:
@@ -47,8 +46,7 @@ def print_from(machine: str, files: Sequence[str], head: Sequence[str], lines: I
 def workload(row: Row) -> str:
     """The workload of a row of `conduct`."""
     phase = {"train": "training", "infer": "inference"}[row["phase"]]
-    lengths = f", {row['lengths']} lengths" if row.get("lengths") else ""
-    return f"{row['model']}, {phase}, batch {row['batch_size']}{lengths}"
+    return f"{row['model']}, {phase}, batch {row['batch_size']}"
 
 
 def speedup(before: Row, after: Row) -> str:
@@ -191,19 +189,13 @@ def predict_at_batch_1(machine: str) -> None:
     print(f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms")
 
 
-def rejected_setting(machine: str) -> None:
-    """The setting that `"auto"` rejected for the model with graph breaks, because eager steps varied."""
-    rows = rows_of(f"{machine}/items")
-    auto, healed = (find(rows, f"InductorCompile({mode})") for mode in ('"auto"', HEALED))
-    print(f"it compiled for {auto['compile_seconds']:.0f} s, and then chose eager, because eager steps varied a lot. "
-          f"The setting that it rejected was {healed['speedup']:.2f} times as fast in the same table")  # fmt: skip
-
-
 def same_code(machine: str) -> None:
     """The largest ratio of the eager steps of ResNet-50 at batch 16 in several tables."""
     work = {"model": "resnet50", "phase": "train", "batch_size": 16}
-    steps = [find(rows_of(f"{machine}/{file}"), "eager", **work)["step_ms"] for file in ("resnet50_train", "zoo_train")]
-    steps.append(find(rows_of(f"{machine}/background_resnet50_16"), "eager")["steady_ms"])
+    steps = [
+        find(rows_of(f"{machine}/resnet50_train"), "eager", **work)["step_ms"],
+        find(rows_of(f"{machine}/background_resnet50_16"), "eager")["steady_ms"],
+    ]
     print(f"up to {max(steps) / min(steps):.1f} times as long")
 
 
@@ -212,14 +204,6 @@ def tiny_overhead(machine: str) -> None:
     rows = rows_of(f"{machine}/tiny_steps")
     added = [find(rows, "callback", loop=loop)["over_by_hand_us"] for loop in ("predict", "fit")]
     print("{:.0f} µs longer in `predict`, and {:.0f} µs longer in `fit`".format(*added))
-
-
-def narrow_model(machine: str) -> None:
-    """The steps of a compiled transformer against eager steps, on a CPU."""
-    rows = rows_of(f"{machine}/scaling_depth*")
-    eager = {row["layers"]: row["step_cpu_ms"] for row in rows if row["way"] == "eager"}
-    ratios = [row["step_cpu_ms"] / eager[row["layers"]] for row in rows if row["way"] != "eager"]
-    print(f"{min(ratios):.2f} to {max(ratios):.2f} times")
 
 
 def fsdp2_step(machine: str) -> None:
@@ -303,18 +287,6 @@ def chart_origin(machine: str) -> None:
     print(origins(read(f"{machine}/resnet50_*")))
 
 
-def of_deepest(machine: str) -> None:
-    """The CPU times of the deepest transformer, with each version of torch."""
-    names = {"eager": "eager", "whole": "whole model", "separate": "a glob"}
-    lines = []
-    for result in read(f"{machine}/scaling_depth*"):
-        rows = [row for row in result["rows"] if row["layers"] == max(row["layers"] for row in result["rows"])]
-        for row in rows:
-            first = "" if row["way"] == "eager" else f"{row['first_step_cpu_seconds']:.1f} s"
-            lines.append([result["versions"]["torch"], names[row["way"]], first, f"{row['step_cpu_ms']:.1f} ms"])
-    print_table(["torch", "compiled", "first step", "later step"], lines)
-
-
 def packages(machine: str) -> None:
     """The versions of the packages whose models ran."""
     versions = {package: version for result in read(f"{machine}/*") for package, version in result["packages"].items()}
@@ -323,7 +295,6 @@ def packages(machine: str) -> None:
 
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    rejected_setting, same_code,
-    narrow_model, fsdp2_step, whole_graphs, max_pool, longest_step,
-    longest_steps, first_100_steps, meanwhile, first_compile, chart_origin, of_deepest, packages,
+    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, first_100_steps, meanwhile,
+    first_compile, chart_origin, packages,
 ]  # fmt: skip

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch._dynamo.config
 import torch._inductor.config
 from conduct import Variant, Workload
 from models import make
@@ -169,8 +168,7 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, turn: Turn,
     else:
         callbacks = [Pacer(connection, turn, steps)]
     trainer = make_trainer(work.device, *callbacks)
-    lengths = torch.randperm(inputs.shape[1] - 1)[: work.lengths] + 2  # torch compiles a length of 1 on its own
-    batches = loader([(inputs[:, :n], labels) for n in lengths.tolist()] or [(inputs, labels)], work.run_steps)
+    batches = loader([(inputs, labels)], work.run_steps)
     if way.loop == "fit":
         trainer.fit(torch.compile(module) if way.compiled == "module" else module, batches)
     else:
@@ -213,8 +211,6 @@ def in_bare_loop(work: Workload, way: Variant, connection: Connection, turn: Tur
 
 def compiled_by_hand(net: torch.nn.Module, way: Variant) -> Any:
     """Compile as a user does. This changes global settings of torch."""
-    for setting in way.dynamo:
-        setattr(torch._dynamo.config, setting, True)
     if not isinstance(way.mode, dict):
         return torch.compile(net, mode=way.mode)
     # torch freezes if this global is set during tracing; the option alone has no effect.
