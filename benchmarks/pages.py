@@ -28,7 +28,6 @@ import ddp
 import false_verdicts
 import fsdp2
 import memory
-import models_table
 import ordinary
 import resnet50
 import tiny_steps
@@ -129,14 +128,6 @@ the losses of the first row.""",
     "warm_ranks": Table(
         "warm_ranks", partial(print_columns, warm_start.COLUMNS), "Warm start of two ranks",
         "As for one process; *seconds* is the time of the slower rank.",
-    ),
-    "models": Table(
-        "models", models_table.show, "Models of other packages",
-        "In a cell with an arrow, the first figure is from the eager run.",
-    ),
-    "models_inductor": Table(
-        "models_inductor", models_table.show, "Models of other packages, with Inductor's kernels",
-        "In a cell with an arrow, the first figure is from the eager run.",
     ),
 }  # fmt: skip
 

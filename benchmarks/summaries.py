@@ -287,14 +287,8 @@ def chart_origin(machine: str) -> None:
     print(origins(read(f"{machine}/resnet50_*")))
 
 
-def packages(machine: str) -> None:
-    """The versions of the packages whose models ran."""
-    versions = {package: version for result in read(f"{machine}/*") for package, version in result["packages"].items()}
-    print(", ".join(f"{package} {version}" for package, version in versions.items()))
-
-
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
     same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, first_100_steps, meanwhile,
-    first_compile, chart_origin, packages,
+    first_compile, chart_origin,
 ]  # fmt: skip

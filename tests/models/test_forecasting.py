@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import torch
@@ -94,10 +93,9 @@ def neuralforecast_run(*callbacks: Any) -> Run:
         callbacks=list(callbacks), optimizer=torch.optim.SGD, optimizer_kwargs={"lr": 0.01}, learning_rate=0.01,
     )  # fmt: skip
     forecast = NeuralForecast(models=[model], freq="D")
-    began = time.perf_counter()
     forecast.fit(pd.concat(frames), val_size=0)
     predicted = forecast.predict()["NHITS"].to_numpy()
-    result = Run(seconds=time.perf_counter() - began, outputs=[torch.from_numpy(predicted)])
+    result = Run(outputs=[torch.from_numpy(predicted)])
     result.losses = [torch.tensor(loss) for _, loss in model.train_trajectories]
     result.weights = dict(model.state_dict())
     return result

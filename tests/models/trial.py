@@ -1,18 +1,16 @@
 """Trains a model of another package eagerly and with `InductorCompile`, and compares the two runs.
 
-The tests of this folder and ``benchmarks/models_table.py`` call it.
+The tests of this folder call it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +29,7 @@ CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 class Trial:
     """A model, its data and how it is trained."""
 
-    name: str  # in the table
+    name: str
     make: Callable[[], pl.LightningModule]  # called after the seed is set
     train: Callable[[], Iterable[Any]]  # makes the training data
     validate: Callable[[], Iterable[Any]] | None = None  # makes the validation data
@@ -39,7 +37,7 @@ class Trial:
     after: Callable[[pl.LightningModule], None] | None = None  # called after the fit; a second validation follows
     eager_targets: int = 0  # how many targets the callback leaves eager in training, because it cannot compile them
     close: Mapping[str, float] = field(default_factory=lambda: CLOSE)  # of losses, outputs and weights
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callback, in the tests and not in the table
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callback
     # Whether training amplifies rounding, so that two eager runs differ beyond any tolerance if their weights differ by
     # 1e-7. The tests then compare each graph, and not the runs.
     chaotic: bool = False
@@ -62,23 +60,20 @@ class Trained(pl.LightningModule):
 class Run:
     """What one run of a trial produced."""
 
-    seconds: float = 0.0
     losses: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    step_ms: dict[str, list[float]] = field(default_factory=lambda: {"train": [], "infer": []})
     traces: Counter[tuple[str, str, bool, bool]] = field(default_factory=Counter)
 
 
 class _Watch(pl.Callback):
-    """Keeps the losses, the validation outputs, the time of each step, and how often torch traces each frame.
+    """Keeps the losses, the validation outputs, and how often torch traces each frame.
 
     A graph break divides a target into many frames.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._began = 0.0
         self._phase = "train"
 
     @contextlib.contextmanager
@@ -97,19 +92,16 @@ class _Watch(pl.Callback):
             self.run.traces[self._phase, frame, torch.is_grad_enabled(), torch.is_inference_mode_enabled()] += 1
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self._phase, self._began = "train", time.perf_counter()
+        self._phase = "train"
 
     def on_validation_batch_start(self, *args: Any) -> None:
-        self._phase, self._began = "infer", time.perf_counter()
+        self._phase = "infer"
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        self.run.step_ms["train"].append((time.perf_counter() - self._began) * 1e3)
         loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
         self.run.losses += [leaf.detach().clone() for leaf in tree_leaves(loss) if isinstance(leaf, torch.Tensor)]
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        if not trainer.sanity_checking:
-            self.run.step_ms["infer"].append((time.perf_counter() - self._began) * 1e3)
         self.run.outputs += [leaf.detach().clone() for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
@@ -121,20 +113,18 @@ def run(trial: Trial, *callbacks: pl.Callback) -> Run:
     torch.manual_seed(1)
     settings = {"max_epochs": 2, **trial.settings}
     watch = _Watch(result)
-    began = time.perf_counter()
     validate = trial.validate() if trial.validate else None
     with watch.counting_traces():
         trainer(watch, *callbacks, **settings).fit(module, trial.train(), validate)
         if trial.after is not None:
             trial.after(module)
             trainer(watch, *callbacks, **settings).validate(module, trial.validate(), verbose=False)
-    result.seconds = time.perf_counter() - began
     result.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return result
 
 
 def figures(trial: Trial, **arguments: Any) -> dict[str, Any]:
-    """Run a trial eagerly and compiled, and return the row of the table.
+    """Run a trial eagerly and compiled, and return a row that `check` takes.
 
     Args:
         trial: The trial.
@@ -147,28 +137,23 @@ def figures(trial: Trial, **arguments: Any) -> dict[str, Any]:
 
 
 def compare(run: Callable[..., Run], close: Mapping[str, float] = CLOSE, **arguments: Any) -> dict[str, Any]:
-    """Return the row of the table for a function that takes callbacks and runs once."""
+    """Return a row that `check` takes for a function that takes callbacks and runs once."""
     eager = run()
     callback = InductorCompile(**{"baseline_steps": BASELINE_STEPS, **arguments})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         compiled = run(callback)
     row = describe(callback.report, caught)
-    row["seconds"] = {"eager": round(eager.seconds, 1), "compiled": round(compiled.seconds, 1)}
     for phase in ("train", "infer"):
-        # The second half, after compiling: the median of steps that may differ in their shapes, the same in both runs.
-        for name, steps in (("eager_ms", eager.step_ms[phase]), ("compiled_ms", compiled.step_ms[phase])):
-            if steps:
-                row[phase][name] = round(median(steps[len(steps) // 2 :]), 2)
         if compiled.traces:
-            row[phase] |= traces(compiled, phase)
+            row[phase]["traces_of_a_frame"] = traces_of_a_frame(compiled, phase)
     row["difference"] = difference(eager, compiled)
     row["equal"] = equal(eager, compiled, close)
     return row
 
 
 def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dict[str, Any]:
-    """The figures of a report that the table shows, and the first line of each of the callback's warnings."""
+    """The figures of a report, and the first line of each of the callback's warnings."""
     row: dict[str, Any] = {}
     for name in ("train", "infer"):
         phase = report.phase(name)
@@ -178,19 +163,15 @@ def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dic
             "recompiles": phase.recompiles,
             "graph_breaks": phase.graph_breaks,
             "fallbacks": phase.fallbacks,
-            "compile_seconds": round(phase.compile_seconds or 0, 1),
             "comparisons": phase.verified,
-            "eager_ms": phase.eager_step_ms,
-            "compiled_ms": phase.compiled_step_ms,
         }
     row["warnings"] = [str(one.message)[:400] for one in caught if issubclass(one.category, CompileWarning)]
     return row
 
 
-def traces(result: Run, phase: str) -> dict[str, int]:
-    """The number of frames of a phase, and the largest number of traces of one frame in one grad mode."""
-    of_phase = {key: count for key, count in result.traces.items() if key[0] == phase}
-    return {"frames": len({key[1] for key in of_phase}), "traces_of_a_frame": max(of_phase.values(), default=0)}
+def traces_of_a_frame(result: Run, phase: str) -> int:
+    """The largest number of traces of one frame in one grad mode."""
+    return max((count for key, count in result.traces.items() if key[0] == phase), default=0)
 
 
 def difference(eager: Run, compiled: Run) -> float:
