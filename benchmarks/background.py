@@ -12,27 +12,21 @@ Each way is a new process with an empty cache, and runs ``--steady-steps`` steps
 - seconds: the duration of all steps.
 
 The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run. The
-better is the faster of the eager run and the run that is compiled by hand from its first step. ``--run-seconds``
-measures runs of that length.
+better is the faster of the eager run and the run that is compiled by hand from its first step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from models import make
-from tables import Row, parser_for, print_columns, save, say
+from tables import Row, in_own_process, parser_for, print_columns, save, say, write_row
 from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
@@ -56,8 +50,8 @@ COMPARED = {
 class Clock(pl.Callback):
     """Times each step, and ends the run after the steady steps."""
 
-    def __init__(self, callback: InductorCompile | None, steady_steps: int, run_seconds: float) -> None:
-        self.callback, self.steady_steps, self.run_seconds = callback, steady_steps, run_seconds
+    def __init__(self, callback: InductorCompile | None, steady_steps: int) -> None:
+        self.callback, self.steady_steps = callback, steady_steps
         self.seconds: list[float] = []
         self.compiled_since: int | None = None
 
@@ -74,7 +68,7 @@ class Clock(pl.Callback):
         if self.compiled_since is None and self.is_compiled():
             self.compiled_since = len(self.seconds)
         steady = self.compiled_since is not None and len(self.seconds) - self.compiled_since >= self.steady_steps
-        if (steady and now - self.began >= self.run_seconds) or now - self.began > MAX_SECONDS:
+        if steady or now - self.began > MAX_SECONDS:
             trainer.should_stop = True
 
     def is_compiled(self) -> bool:
@@ -94,7 +88,7 @@ def run(args: argparse.Namespace, way: str) -> Row:
         module.net.compile(mode=args.mode)
     elif way != EAGER:
         callback = InductorCompile(train_mode=args.mode, background=way == BACKGROUND)
-    clock = Clock(callback, args.steady_steps, args.run_seconds)
+    clock = Clock(callback, args.steady_steps)
     trainer = make_trainer(args.device, clock, *([callback] if callback else []))
     trainer.fit(module, loader([(images, labels)], 10**9))
     row: Row = {"way": way, "steps": len(clock.seconds), "seconds": sum(clock.seconds), "environment": environment()}
@@ -146,22 +140,17 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--mode", default="default")
     parser.add_argument("--steady-steps", type=int, default=60)
-    parser.add_argument("--run-seconds", type=float, default=0.0, help="the least duration of a run")
     ways = [EAGER, BY_HAND, FOREGROUND, BACKGROUND]
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--run-way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run_way:
         os.dup2(2, 1)
-        Path(os.environ["ROW"]).write_text(json.dumps(run(args, args.run_way)))
+        write_row(run(args, args.run_way))
         return
     rows: dict[str, Row] = {}
     for way in args.ways:
-        with tempfile.TemporaryDirectory() as folder:
-            cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-            command = [sys.executable, __file__, *sys.argv[1:], "--run-way", way]
-            subprocess.run(command, env={**os.environ, **cache, "ROW": f"{folder}/row"}, check=True)
-            rows[way] = json.loads(Path(folder, "row").read_text())
+        rows[way] = in_own_process(way)
         say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
         found = rows[way].pop("environment")
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]

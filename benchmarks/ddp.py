@@ -1,4 +1,4 @@
-"""ResNet-50 training in Lightning on one GPU and on several under DDP: step times, busy GPUs, and exposed all-reduces.
+"""ResNet-50 training in Lightning on one GPU and on several under DDP: step times and throughput.
 
 The ways, each with one and with several GPUs:
 
@@ -8,16 +8,9 @@ The ways, each with one and with several GPUs:
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
 The largest number of GPUs repeats the ways in turn with the first batch size, as often as --rounds says, without a way
-that failed. Then it runs each of `OPTIONS`. One of them leaves out Lightning's broadcast before each step, which tells
-all ranks of a SIGTERM and makes the CPU wait until the GPU has finished the previous step. Processes stay alive from
-row to row, and share one compiler cache, which --cache keeps for the next run.
-Every process has the same batch on its device in each step. Times are medians of blocks
-of steps, synchronized at both ends, in the second half of the timed steps. "speedup_over_one_gpu" is the ratio of
-images per second to the same way on one GPU.
-
-A profile of the steps after the timed ones gives "gpu_busy", the share of a timed step in which kernels other than
-NCCL's run (mean of the ranks), and "exposed_all_reduce_ms", the time of a step in which NCCL's kernels run alone (the
-smallest of the ranks; on the other ranks it includes waiting).
+that failed. Processes stay alive from row to row, and share one compiler cache. Every process has the same batch on its
+device in each step. Times are medians of blocks of steps, synchronized at both ends, in the second half of the timed
+steps. "speedup_over_one_gpu" is the ratio of images per second to the same way on one GPU.
 
 python benchmarks/ddp.py [--gpus 1 2] [--batch-sizes 256 1024 128 512] [--mode default] [--json FILE]
 python benchmarks/ddp.py --device cpu --model resnet18 --batch-sizes 2 --image-size 32 --steps 4 --block 1
@@ -31,7 +24,6 @@ import gc
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,55 +31,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._dynamo.config
-from bench_measure import summarize
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from models import make
-from tables import Row, parser_for, print_columns, save, say
-from timeline import StepProfiler
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from tables import Row, parser_for, print_columns, save, say, summarize
 from trainer import BlockClock, Classifier, loader, make_trainer
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import environment
 
 EAGER, BY_HAND, OURS = WAYS = ("eager", "by hand", "ours")
-PROFILED_STEPS = 4
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a row changes: settings of `torch._dynamo.config`, arguments of `DDPStrategy`, Lightning's broadcast."""
-
-    way: str = OURS
-    dynamo: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
-    sigterm_broadcast: bool = True
-
-
-OPTIONS = {
-    "no SIGTERM broadcast": Options(sigterm_broadcast=False),
-    "eager, no SIGTERM broadcast": Options(way=EAGER, sigterm_broadcast=False),
-    "bf16_compress_hook": Options(ddp={"ddp_comm_hook": default_hooks.bf16_compress_hook}),
-    "optimize_ddp=ddp_optimizer": Options(dynamo={"optimize_ddp": "ddp_optimizer"}),
-    "static_graph": Options(ddp={"static_graph": True}),
-    "bucket_cap_mb=100": Options(ddp={"bucket_cap_mb": 100}),
-    "bucket_cap_mb=10": Options(ddp={"bucket_cap_mb": 10}),
-    "gradient_as_bucket_view=False": Options(ddp={"gradient_as_bucket_view": False}),
-    "optimize_ddp=False": Options(way=BY_HAND, dynamo={"optimize_ddp": False}),
-    "optimize_ddp=python_reducer": Options(dynamo={"optimize_ddp": "python_reducer", "compiled_autograd": True}),
-}
 COLUMNS = {
-    "batch_size": "{}", "gpus": "{}", "way": "{}", "mode": "{}", "options": "{}", "round": "{}", "step_ms": "{:.2f}",
-    "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "gpu_busy": "{:.2f}",
-    "exposed_all_reduce_ms": "{:.2f}", "graphs": "{}",
+    "batch_size": "{}", "gpus": "{}", "way": "{}", "mode": "{}", "round": "{}", "step_ms": "{:.2f}",
+    "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "graphs": "{}",
 }  # fmt: skip
 
 
@@ -96,11 +55,9 @@ def jobs(args: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     for batch_size in args.batch_sizes:
         works = [{"gpus": gpus, "batch_size": batch_size} for gpus in args.gpus]
-        found += [{**work, "way": way, "options": "", "round": 1} for work in works for way in args.ways]
+        found += [{**work, "way": way, "round": 1} for work in works for way in args.ways]
         if batch_size == args.batch_sizes[0] and works[-1]["gpus"] > 1:
-            again = {**works[-1], "options": ""}
-            found += [{**again, "way": way, "round": n} for n in range(2, args.rounds + 1) for way in args.ways]
-            found += [{**works[-1], "way": OPTIONS[name].way, "options": name, "round": 1} for name in args.options]
+            found += [{**works[-1], "way": way, "round": n} for n in range(2, args.rounds + 1) for way in args.ways]
     for job in found:
         job["mode"] = "" if job["way"] == EAGER else args.mode
     return found
@@ -112,26 +69,20 @@ def jobs(args: argparse.Namespace) -> list[Row]:
 def train(job: Row, args: argparse.Namespace) -> Row:
     """One fit in this process, which is one of ``job["gpus"]``."""
     torch._dynamo.reset()
-    rank, options = int(os.environ["LOCAL_RANK"]), OPTIONS.get(job["options"], Options())
-    device = f"cuda:{rank}" if args.device == "cuda" else "cpu"
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else "cpu"
     net, images, labels = make(args.model, job["batch_size"], args.image_size, device)
-    module, clock, profiler = Classifier(net), BlockClock(args.block), StepProfiler(args.steps)
-    callbacks, ours = [clock, profiler], InductorCompile(args.mode, None, baseline_steps=0, verify="off")
+    module, clock = Classifier(net), BlockClock(args.block)
+    callbacks, ours = [clock], InductorCompile(args.mode, None, baseline_steps=0, verify="off")
     if job["way"] == OURS:
         callbacks = [ours, *callbacks]
     elif job["way"] == BY_HAND:
         module.net.compile(mode=args.mode)
-    ddp = {"gradient_as_bucket_view": True, **options.ddp}
-    strategy = DDPStrategy(**ddp) if job["gpus"] > 1 else "auto"
+    strategy = DDPStrategy(gradient_as_bucket_view=True) if job["gpus"] > 1 else "auto"
     trainer = make_trainer(args.device, *callbacks, devices=job["gpus"], strategy=strategy)
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(torch._dynamo.config.patch(options.dynamo))
-        if not options.sigterm_broadcast:
-            patches.enter_context(mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor"))
-        trainer.fit(module, loader([(images, labels)], args.steps + PROFILED_STEPS))
-    timed = clock.block_ms[: args.steps // args.block]
+    trainer.fit(module, loader([(images, labels)], args.steps))
+    timed = clock.block_ms
     row = {"model": args.model, "phase": "train", **job, **summarize(timed[len(timed) // 2 :])}
-    row |= {"block_ms": timed, **profiler.times}
+    row["block_ms"] = timed
     if job["way"] == OURS:
         report = ours.report.train
         row["failures"] = [event["reason"] for event in report.diagnostics.events if event["kind"] == "fallback"]
@@ -186,8 +137,7 @@ class RankProcesses:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         sender = ["--serve", str(self.inbox), "--sender", str(os.getpid())]
         command = [sys.executable, *torchrun, __file__, *sys.argv[1:], *sender]
-        cache = self.args.cache or self.folder
-        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor", "TRITON_CACHE_DIR": f"{self.folder}/triton"}
         self.process = subprocess.Popen(
             command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, start_new_session=True
         )
@@ -214,7 +164,8 @@ class RankProcesses:
             self.end()
             failures = [row["failure"] for row in ranks if "failure" in row]
             return {"model": self.args.model, "phase": "train", **job, "failure": (failures or [failure])[0]}
-        return joined(ranks)
+        row = ranks[0]
+        return row | {"images_per_second": row["batch_size"] * row["gpus"] / row["step_ms"] * 1000}
 
     def end(self) -> None:
         """Kill the processes."""
@@ -223,19 +174,6 @@ class RankProcesses:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
-
-
-def joined(ranks: list[Row]) -> Row:
-    """One row of those of the ranks: the times of the first rank, and what the profiles of all ranks show."""
-    row = dict(ranks[0])
-    row["images_per_second"] = row["batch_size"] * row["gpus"] / row["step_ms"] * 1000
-    for name in ("compute_ms", "all_reduce_ms", "exposed_all_reduce_ms"):
-        row[f"rank_{name}"] = [rank.get(name) for rank in ranks]
-    complete = None not in row["rank_compute_ms"]
-    row["gpu_busy"] = statistics.mean(row["rank_compute_ms"]) / row["step_ms"] if complete else None
-    for name in ("all_reduce_ms", "exposed_all_reduce_ms"):
-        row[name] = min(row[f"rank_{name}"]) if complete and row["gpus"] > 1 else None
-    return row
 
 
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -248,14 +186,13 @@ def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
             key = job["gpus"], job["batch_size"], job["way"]
             if job["round"] > 1 and key in failed:
                 continue
-            began = time.monotonic()
-            if args.budget_seconds is not None and began - started > args.budget_seconds:
+            if args.budget_seconds is not None and time.monotonic() - started > args.budget_seconds:
                 say(f"not measured, the time is used up: {job}")
                 continue
             row = ranks[job["gpus"]].measure(job)
             if "failure" in row:
                 failed.add(key)
-            yield row | {"row_seconds": time.monotonic() - began}
+            yield row
     finally:
         for group in ranks.values():
             group.end()
@@ -275,7 +212,6 @@ def main() -> None:
     add("--gpus", type=int, nargs="+", default=[1, 2])
     add("--batch-sizes", type=int, nargs="+", default=[256, 1024, 128, 512], help="of each process")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    add("--options", nargs="*", choices=list(OPTIONS), default=list(OPTIONS))
     add("--rounds", type=int, default=1, help="of each way, with the first batch size and all GPUs")
     add("--model", default="resnet50")
     add("--mode", default="default")
@@ -283,7 +219,6 @@ def main() -> None:
     add("--steps", type=int, default=60, help="the second half of them is timed")
     add("--block", type=int, default=5, help="steps that are timed together; divides --steps")
     add("--row-seconds", type=float, default=120.0, help="a row that takes longer fails")
-    add("--cache", type=Path, metavar="FOLDER", help="the folder of the compiler cache; by default a temporary one")
     add("--budget-seconds", type=float, help="start no further row after that time")
     add("--serve", type=Path, help=argparse.SUPPRESS)
     add("--sender", type=int, help=argparse.SUPPRESS)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,7 +190,6 @@ def run(way: str, size: Size, steps: int, device: str) -> Row:
     )  # fmt: skip
     data = Counting(size, steps * size.batch * PROCESSES)
     sampler = DistributedSampler(data, PROCESSES, trainer.local_rank, shuffle=False)
-    started = time.perf_counter()
     trainer.fit(module, DataLoader(data, size.batch, sampler=sampler))
     timed_ms = clock.block_ms[WARMUP_STEPS:]
     step_ms = highest(statistics.median(timed_ms), module.device)
@@ -203,7 +201,6 @@ def run(way: str, size: Size, steps: int, device: str) -> Row:
         "tokens_per_second": PROCESSES * size.batch * size.sequence / step_ms * 1000,
         "peak_memory_mib": highest(clock.peak_bytes, module.device) / 2**20,
         "first_step_seconds": highest(clock.block_ms[0] / 1000, module.device),
-        "fit_seconds": time.perf_counter() - started,
         "losses": torch.stack(module.losses).tolist(),
     }
     if compiler is not None:
@@ -230,13 +227,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to test the script")
     parser.add_argument("--modes", nargs="+", default=["default"], help="train modes of InductorCompile")
     parser.add_argument("--steps", type=int, default=40, help=f"of each way, {WARMUP_STEPS} of them not timed")
-    for name, value in vars(Size()).items():
-        parser.add_argument(f"--{name}", type=int, help=f"default {value}")
     args = parser.parse_args()
     if args.steps < WARMUP_STEPS + 2:
         parser.error(f"--steps must be {WARMUP_STEPS + 2} or more")
-    given = {name: getattr(args, name) for name in vars(Size()) if getattr(args, name) is not None}
-    size = Size(**{**vars(TINY if args.tiny else Size()), **given})
+    size = TINY if args.tiny else Size()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     rows: list[Row] = []
     for way in (EAGER, *args.modes, EAGER):

@@ -11,19 +11,13 @@ peak of its last steps, and the largest reserved memory. Lightning's sanity chec
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from tables import Row, as_result, command_line, parser_for, print_columns, print_environment, say
+from tables import Row, in_own_process, parser_for, print_columns, save, say, write_row
 from torch import Tensor, nn
 from trainer import BlockClock, make_trainer
 
@@ -137,16 +131,6 @@ def measure(way: str, args: argparse.Namespace) -> Row:
     }
 
 
-def in_own_process(way: str) -> Row:
-    """Run a way in a new process with an empty compiler cache."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "row.json")
-        command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--json", str(file)]
-        subprocess.run(command, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}, check=True)
-        row: Row = json.loads(file.read_text())
-        return row
-
-
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
@@ -154,11 +138,11 @@ def main() -> None:
     add("--batch-size", type=int, default=8)
     add("--budget", type=float, default=0.5, help="activation_memory_budget of the last way")
     add("--tiny", action="store_true", help="a tiny model, to test the script")
-    add("--way", choices=list(CALLBACKS), help=argparse.SUPPRESS)
+    add("--run-way", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    if args.way:
-        args.json.write_text(json.dumps(measure(args.way, args)))
+    if args.run_way:
+        write_row(measure(args.run_way, args))
         return
     rows = []
     for way in CALLBACKS:
@@ -166,11 +150,7 @@ def main() -> None:
         rows.append(in_own_process(way))
         found = rows[-1].pop("environment")
     title = f"a {'tiny ' if args.tiny else ''}model like GPT-2, training, batch {args.batch_size}"
-    result = as_result(title, rows, command_line(), found)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{title}, commit {result['commit']}")
-    print_environment(result)
+    save(args.json, title, rows, found)
     print_columns(COLUMNS, rows)
 
 

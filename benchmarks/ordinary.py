@@ -1,8 +1,8 @@
 """An ordinary model in Lightning: AdamW, `self.log`, and each way of compiling it with its default settings.
 
-Each way is a process. All ways prepare together; then they are timed in alternating blocks of steps with nothing else
-running. "compiling" is the time that torch compiled, while up to --jobs processes compiled. "says" is the verdict of
-the report, and its speedup, from its own samples during the preparation. On a GPU everything runs in bf16 autocast.
+Each way is a process. The ways prepare one after another; then they are timed in alternating blocks of steps with
+nothing else running. The verdict and the reported speedup are those of the report, from its own samples during the
+preparation. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 224] [--ways eager auto]
                               [--json FILE]
@@ -10,8 +10,8 @@ python benchmarks/ordinary.py --model vit_b_16 [--batch-size 32] [--image-size 2
 
 from __future__ import annotations
 
-from conduct import Variant, Workload
-from tables import Row, add_pacing, in_order, parser_for, print_columns, rows_of
+from harness import Variant, Workload, add_pacing, rows_of
+from tables import Row, in_order, parser_for, print_columns
 
 BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
 WAYS = {
@@ -52,8 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     batch_size = args.batch_size or BATCH_SIZES.get(args.model, 32)
     work = Workload(args.model, "train", batch_size, args.image_size, args.device, RUN_STEPS, ordinary=True)
-    groups = [(work, [WAYS[name] for name in args.ways])]
-    show(rows_of(args, f"{args.model}, batch {batch_size}, AdamW", [groups], own_caches=True))
+    group = work, [WAYS[name] for name in args.ways]
+    show(rows_of(args, f"{args.model}, batch {batch_size}, AdamW", [group], own_caches=True))
 
 
 if __name__ == "__main__":

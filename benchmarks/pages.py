@@ -60,7 +60,7 @@ def show_background(rows: list[Row]) -> None:
 
 TABLES = {
     "resnet50_train": Table(
-        "resnet50_train", resnet50.show, "ResNet-50, training",
+        "resnet50_train*", resnet50.show, "ResNet-50, training",
         """All ways train in bf16 autocast, channels last, with fused SGD with momentum. *By hand* is
 `module.net = torch.compile(module.net, mode=...)`.""",
     ),
@@ -116,8 +116,7 @@ are all runs, in lists of the ranks.""",
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",
         """NCCL connects the GPUs of one machine. *Batch size* is the number of images for each GPU. *By hand* is
 `net.compile(mode=...)`, whose graphs Dynamo splits at DDP's buckets, and *ours* keeps graphs whole. *Round* counts the
-repetitions of the ways, in turn. *GPU busy* is the share of a step in which kernels other than NCCL's run.
-*Exposed all reduce ms* is the time of a step in which NCCL's kernels run alone.""",
+repetitions of the ways, in turn.""",
     ),
     "fsdp2": Table(
         "fsdp2", partial(print_columns, fsdp2.COLUMNS), "A billion parameters under FSDP2",

@@ -1,9 +1,9 @@
 """ResNet-50 in Lightning: eager, compiled by hand, Lightning's own torch.compile(module), and this library.
 
-Each way is a process. All ways of a phase and batch size prepare together; then they are timed in alternating blocks of
-steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs in one
-context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps or --infer-run-steps steps, and is
-timed after its choice. On a GPU everything runs in bf16 autocast.
+Each way is a process. The ways of a phase and batch size prepare one after another; then they are timed in alternating
+blocks of steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs
+in one context of `no_grad` and autocast. "auto" chooses for a run of --train-run-steps or --infer-run-steps steps, and
+is timed after its choice. On a GPU everything runs in bf16 autocast.
 
 python benchmarks/resnet50.py [--phase both] [--batch-sizes 1 16 128] [--modes default reduce-overhead] [--json FILE]
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from conduct import Group, Variant, Workload
-from tables import Row, add_pacing, find, in_order, ms, parser_for, print_table, rows_of, with_interval
+from harness import Group, Variant, Workload, add_pacing, rows_of
+from tables import Row, find, in_order, ms, parser_for, print_table, with_interval
 
 FROZEN = {"mode": "reduce-overhead", "freezing": True}
 FROZEN_OPTIONS = {"triton.cudagraphs": True, "freezing": True}  # the same for torch.compile
@@ -22,7 +22,7 @@ AUTO = 'InductorCompile("auto")'
 
 
 def train_ways(modes: list[str]) -> Iterator[Variant]:
-    yield Variant(AUTO, "fit", "callback", "auto")  # first, because it takes the longest to prepare
+    yield Variant(AUTO, "fit", "callback", "auto")
     yield Variant("eager", "fit")
     yield from (Variant(f"child compiled by hand, {mode}", "fit", "child", mode) for mode in modes)
     yield Variant("Lightning's torch.compile(module)", "fit", "module")
@@ -42,17 +42,14 @@ def infer_ways(modes: list[str]) -> Iterator[Variant]:
     yield Variant("predict, InductorCompile, reduce-overhead, frozen", "predict", "callback", FROZEN)
 
 
-def groups(args: argparse.Namespace) -> Iterator[list[Group]]:
+def groups(args: argparse.Namespace) -> Iterator[Group]:
     for phase in ["train", "infer"] if args.phase == "both" else [args.phase]:
         run_steps_of = args.train_run_steps if phase == "train" else args.infer_run_steps
-        batch: list[Group] = []
         for number, batch_size in enumerate(args.batch_sizes):
             run_steps = run_steps_of[min(number, len(run_steps_of) - 1)]
             work = Workload(args.model, phase, batch_size, args.image_size, args.device, run_steps)
             ways = train_ways(args.modes) if phase == "train" else infer_ways(args.modes)
-            batch.append((work, [way for way in ways if not args.ways or any(part in way.name for part in args.ways)]))
-        for start in range(0, len(batch), args.together):
-            yield batch[start : start + args.together]
+            yield work, [way for way in ways if not args.ways or any(part in way.name for part in args.ways)]
 
 
 def show(rows: list[Row]) -> None:
@@ -60,7 +57,7 @@ def show(rows: list[Row]) -> None:
         of_phase = [row for row in rows if row["phase"] == phase]
         sizes = sorted(in_order(of_phase, lambda row: row["batch_size"]))
         lines = []
-        # "auto" starts first, but the others are shown first.
+        # The row of "auto" is the last one.
         for way in sorted(in_order(of_phase, lambda row: row["way"]), key=lambda way: "auto" in way):
             found = [find(of_phase, way, batch_size=size) for size in sizes]
             cells = [[ms(row["step_ms"]), with_interval(row)] if row else ["", ""] for row in found]
@@ -105,7 +102,6 @@ def main() -> None:
     steps = "announced steps of the run, one number for each batch size; the last one for all others"
     add("--train-run-steps", type=int, nargs="+", default=[15_000], help=steps)
     add("--infer-run-steps", type=int, nargs="+", default=[100_000, 100_000, 15_000], help=steps)
-    add("--together", type=int, default=1, help="number of batch sizes that prepare at the same time")
     args = parser.parse_args()
     show(rows_of(args, f"{args.model}, {args.phase}", groups(args)))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
-from bench_measure import compare_blocks
-from tables import Row, find, in_order, ms, origins, print_table, read, times, with_interval
+from tables import Row, compare_blocks, find, in_order, ms, origins, print_table, read, times, with_interval
 
 FROZEN = "reduce-overhead, frozen"
 WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with this library
-    "resnet50_train": [
+    "resnet50_train*": [
         ("default", "eager", "child compiled by hand, default", 'InductorCompile("default")'),
         ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
     ],
@@ -44,7 +43,7 @@ def print_from(machine: str, files: Sequence[str], head: Sequence[str], lines: I
 
 
 def workload(row: Row) -> str:
-    """The workload of a row of `conduct`."""
+    """The workload of a row of `harness`."""
     phase = {"train": "training", "infer": "inference"}[row["phase"]]
     return f"{row['model']}, {phase}, batch {row['batch_size']}"
 
@@ -70,7 +69,7 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
             for mode, *names in ways:
                 yield name, mode, *(find(of_name, way) for way in names)
     for file, mode in DDP.items():
-        rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2 and not row["options"]]
+        rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
         rows = [row for row in rows if row.get("step_ms")]
         for size in in_order(rows, lambda row: row["batch_size"]):
             name = f"resnet50, training, DDP on two GPUs, batch {size} each"
@@ -193,7 +192,7 @@ def same_code(machine: str) -> None:
     """The largest ratio of the eager steps of ResNet-50 at batch 16 in several tables."""
     work = {"model": "resnet50", "phase": "train", "batch_size": 16}
     steps = [
-        find(rows_of(f"{machine}/resnet50_train"), "eager", **work)["step_ms"],
+        find(rows_of(f"{machine}/resnet50_train*"), "eager", **work)["step_ms"],
         find(rows_of(f"{machine}/background_resnet50_16"), "eager")["steady_ms"],
     ]
     print(f"up to {max(steps) / min(steps):.1f} times as long")
@@ -216,7 +215,7 @@ def fsdp2_step(machine: str) -> None:
 
 def whole_graphs(machine: str) -> None:
     """Whole graphs against split graphs, at the batch size with several rounds."""
-    rows = [row for row in rows_of(f"{machine}/ddp") if not row["options"]]
+    rows = rows_of(f"{machine}/ddp")
     rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
     names = {
         (1, "ours"): "one GPU, compiled", (2, "eager"): "two GPUs, eager", (2, "ours"): "two GPUs, whole graphs",
@@ -234,13 +233,13 @@ def whole_graphs(machine: str) -> None:
 def max_pool(machine: str) -> None:
     """Training with and without the pass of the library."""
     without = 'InductorCompile("reduce-overhead")'
-    rows, lines = rows_of(f"{machine}/resnet50_train"), []
+    rows, lines = rows_of(f"{machine}/resnet50_train*"), []
     for size in in_order(rows, lambda row: row["batch_size"]):
         ways = ("eager", without, f"{without}, TritonMaxPoolBackward")
         found = [find(rows, way, batch_size=size) for way in ways]
         lines.append([workload(found[0]), *(ms(row["step_ms"]) for row in found), speedup(*found[1:])])
     head = ["workload", "eager ms", "without the pass ms", "with the pass ms", "ratio (95% interval)"]
-    print_from(machine, ["resnet50_train"], head, lines)
+    print_from(machine, ["resnet50_train*"], head, lines)
 
 
 def longest_step(machine: str) -> None:

@@ -1,8 +1,9 @@
-"""Rows of measurements: shared options, JSON files and Markdown tables."""
+"""Rows of measurements: shared options, medians and intervals, JSON files and Markdown tables."""
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import shlex
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_measure import as_result, compare_blocks
-from conduct import Group, conduct, say
+
+from compile_callbacks.profiling.comparison import compare, median_ms, spread_ms
+from compile_callbacks.report.file import environment
 
 Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
@@ -29,34 +31,56 @@ def parser_for(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_pacing(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the benchmarks that run each way in its own process."""
-    add = parser.add_argument
-    add("--steps", type=int, default=60, help="timed steps of each way, at least")
-    add("--blocks", type=int, default=10, help="number of blocks that these steps are divided into")
-    add("--block-seconds", type=float, default=0.1, help="shortest duration of a block")
-    add("--prepare-steps", type=int, default=10, help="steps of each way before the timed ones")
-    help_text = "time that each way runs before its first block; the callback times most of its first 600 steps itself"
-    add("--warm-up-seconds", type=float, default=0.0, help=help_text)
-    jobs = max(1, len(os.sched_getaffinity(0)) // 2)
-    add("--jobs", type=int, default=jobs, help="number of processes that compile at the same time")
-    add("--patience", type=float, default=400.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
+def say(line: str) -> None:
+    """Report progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
-def rows_of(args: argparse.Namespace, title: str, batches: Iterable[Sequence[Group]], **how: bool) -> list[Row]:
-    """The rows of `conduct`; the groups of a batch prepare together."""
-    rows: list[Row] = []
-    environment = None
-    for measured in (rows for groups in batches for rows in conduct(groups, args, **how)):
-        eager_ms = next((row["block_ms"] for row in measured if row["way"] == "eager"), ())
-        for row in measured:
-            environment = row.pop("environment", None) or environment
-            row |= compare_blocks(() if row["way"] == "eager" else eager_ms, row["block_ms"])
-            say(f"{row['model']}, batch {row['batch_size']}, {row['way']}: step ms {ms(row['step_ms'])}")
-        rows += measured
-        save(args.json, title, rows, environment)
-    print_environment(as_result(title, rows, "", environment))
-    return rows
+def alternate(timers: Mapping[str, Callable[[], float | None]], blocks: int) -> dict[str, list[float]]:
+    """Call each timer once per round, and reverse the order after each round. Ignore a timer that returns ``None``."""
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for number in range(blocks):
+        for name in reversed(samples) if number % 2 else samples:
+            if (milliseconds := timers[name]()) is not None:
+                samples[name].append(milliseconds)
+    return samples
+
+
+def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
+    """Return the median and the interquartile range of block times, and the number of blocks."""
+    samples = tuple(block_ms)
+    return {"step_ms": median_ms(samples), "spread_ms": spread_ms(samples), "samples": len(samples)}
+
+
+def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict[str, Any]:
+    """Return the ratio of two medians, its 95% interval, and whether the interval is above 1; ``None`` if unknown."""
+    found = compare([eager_ms], [block_ms])
+    if found is None or found.outcome == "not comparable":
+        return {"speedup": None, "speedup_interval": None, "faster": None}
+    return {"speedup": found.ratio, "speedup_interval": [found.low, found.high], "faster": found.outcome == "faster"}
+
+
+def commit() -> str | None:
+    """Return the variable COMMIT if it is set, for a copy of the files, or the commit of this clone."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        found = ""
+    return found or None
+
+
+def as_result(
+    title: str, rows: Sequence[Mapping[str, Any]], command: str, found: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return rows as JSON-ready data. ``found`` is the `environment` of the process that ran the steps."""
+    found = found or environment()
+    versions = {name: found.get(name) for name in ("python", "torch", "triton", "lightning")}
+    date = dt.datetime.now(dt.UTC).date().isoformat()
+    head = {"title": title, "commit": commit(), "date": date, "device": found["device"]}
+    return {**head, "versions": versions, "command": command, "rows": list(rows)}
 
 
 def read(pattern: str) -> list[dict[str, Any]]:
@@ -80,10 +104,10 @@ def origins(results: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def save(path: Path | None, title: str, rows: Sequence[Row], environment: Mapping[str, str] | None = None) -> None:
+def save(path: Path | None, title: str, rows: Sequence[Row], found: Mapping[str, str] | None = None) -> None:
     """Write the rows as benchmarks/results/README.md describes, if there is a path."""
     if path is not None:
-        result = as_result(title, rows, command_line(), environment)
+        result = as_result(title, rows, command_line(), found)
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -96,23 +120,18 @@ def command_line() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
-def in_own_process(*work: str) -> Row | None:
-    """Run this script with ``--run`` in a process with an empty cache, and return its row; ``None`` if it fails.
-
-    The process writes the row, as JSON, to the file that the variable ROW names.
-    """
+def in_own_process(way: str) -> Row:
+    """Run this script with ``--run-way`` in a process with an empty cache; the process writes its row to `ROW`."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
-        command = [sys.executable, *sys.argv, "--run", *work]
-        subprocess.run(command, env={**os.environ, **caches, "ROW": f"{folder}/row"}, check=False)
-        row = Path(folder, "row")
-        return json.loads(row.read_text()) if row.exists() else None
+        command = [sys.executable, *sys.argv, "--run-way", way]
+        subprocess.run(command, env={**os.environ, **caches, "ROW": f"{folder}/row"}, check=True)
+        return json.loads(Path(folder, "row").read_text())
 
 
-def print_environment(result: Mapping[str, Any]) -> None:
-    """Print the device and the versions of a result."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    print(f"{result['device'] or 'unknown device'}, {versions or 'unknown versions'}\n")
+def write_row(row: Row) -> None:
+    """Pass the row of this process to the process that started it."""
+    Path(os.environ["ROW"]).write_text(json.dumps(row))
 
 
 def print_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
@@ -134,11 +153,6 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
 def cell(value: Any, form: str) -> str:
     """A value as a cell. Words, such as "never" instead of a number of steps, stay unchanged."""
     return "-" if value is None else value if isinstance(value, str) else form.format(value)
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference divided by the norm of ``expected``."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def find(rows: Iterable[Row], way: str, **work: Any) -> Row:

@@ -10,7 +10,6 @@ between batch ends. The difference and the ratio are medians of the rounds' diff
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -101,7 +100,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2500)
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for round_ in range(args.rounds):

@@ -6,11 +6,9 @@ medians. --warm-runs measures the warm start more than once in each pair, with a
 
 - library: `InductorCompile(targets=["net"], verify="off", baseline_steps=0, cache_dir=FOLDER)`, with an empty folder
   (cold), the folder of the cold run (warm), and the same folder at another path (moved);
-- by hand: `module.net.compile()`, with TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR set to a folder;
-- default settings: `InductorCompile(cache_dir=FOLDER)`, with --default-settings;
-- killed: with --kill, SIGKILL ends a process that compiles, and two more runs use its folder.
+- by hand: `module.net.compile()`, with TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR set to a folder.
 
-python benchmarks/warm_start.py [--pairs 3] [--default-settings] [--ranks 2] [--kill] [--json FILE]
+python benchmarks/warm_start.py [--pairs 3] [--ranks 2] [--json FILE]
 python benchmarks/warm_start.py --device cuda --ranks 2 --pairs 1 --warm-runs 3 --no-moved
 """
 
@@ -20,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -39,24 +36,19 @@ from trainer import Classifier, loader, make_trainer, synchronize
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import environment
 
-LIBRARY, BY_HAND, DEFAULT = "library", "by hand", "default settings"
+LIBRARY, BY_HAND = "library", "by hand"
 COLUMNS = {
     "way": "{}", "seconds": "{:.2f}", "samples": "{}", "of_cold": "{:.2f}", "of_by_hand": "{:.2f}",
     "rank_seconds": "{}",
 }  # fmt: skip
-KILL_SECONDS = 15.0  # after the start of the first step, unless the process writes a file before
 
 
 class FirstCompiledStep(pl.Callback):
-    """Times the first step that captures a graph, and creates a file when a step starts."""
+    """Times the first step that captures a graph."""
 
     seconds: float | None = None
 
-    def __init__(self, started_file: Path) -> None:
-        self.started_file = started_file
-
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.started_file.touch()
         self.graphs, self.started = counters["stats"]["unique_graphs"], time.perf_counter()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -70,22 +62,21 @@ def train(way: str, folder: str, out: Path, ranks: int, device: str) -> None:
     warnings.simplefilter("ignore")
     rank = os.environ.get("LOCAL_RANK", "0")
     net, images, labels = make("resnet18", 16, 32, f"cuda:{rank}" if device == "cuda" else "cpu")
-    module, clock = Classifier(net), FirstCompiledStep(out / "started")
+    module, clock = Classifier(net), FirstCompiledStep()
     callbacks: list[pl.Callback] = [clock]
     if way == BY_HAND:
         module.net.compile()
     else:
-        settings = {} if way == DEFAULT else {"targets": ["net"], "verify": "off", "baseline_steps": 0}
-        callbacks.append(InductorCompile(cache_dir=folder, **settings))
+        callbacks.append(InductorCompile(targets=["net"], verify="off", baseline_steps=0, cache_dir=folder))
     strategy = "ddp" if ranks > 1 else "auto"
     trainer = make_trainer(device, *callbacks, num_sanity_val_steps=0, devices=ranks, strategy=strategy)
-    trainer.fit(module, loader([(images, labels)], 20 if way == DEFAULT else 3))
+    trainer.fit(module, loader([(images, labels)], 3))
     if clock.seconds is None:
         raise SystemExit("no step captured a graph")
     (out / f"rank_{trainer.global_rank}").write_text(json.dumps([clock.seconds, environment()]))
 
 
-def run(way: str, folder: Path, args: argparse.Namespace, *, kill: bool = False) -> list[float]:
+def run(way: str, folder: Path, args: argparse.Namespace) -> list[float]:
     """One run in new processes with ``folder`` as its cache; returns the seconds of each rank."""
     ranks = args.ranks
     machine = folder.parent / "tmp"  # torch keeps precompiled C++ headers in the folder for temporary files
@@ -98,19 +89,10 @@ def run(way: str, folder: Path, args: argparse.Namespace, *, kill: bool = False)
     with tempfile.TemporaryDirectory() as out:
         options = ["--child", way, str(folder), out, "--ranks", str(ranks), "--device", args.device]
         command = [sys.executable, *torchrun, __file__, *options]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
-        if kill:
-            while not Path(out, "started").exists() and process.poll() is None:
-                time.sleep(0.05)
-            deadline = time.perf_counter() + KILL_SECONDS
-            while not any(path.is_file() for path in folder.rglob("*")) and time.perf_counter() < deadline:
-                time.sleep(0.05)
-            assert process.poll() is None, "the process ended before it was killed"
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.wait() and not kill:
+        if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
             raise SystemExit(f"this run failed: {command}")
         results = [json.loads(path.read_text()) for path in sorted(Path(out).glob("rank_*"))]
-        args.environment = results[0][1] if results else None
+        args.environment = results[0][1]
         return [seconds for seconds, _ in results]
 
 
@@ -118,7 +100,7 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
     """The name of each run and the seconds of its ranks, pair by pair; library and by hand change their order."""
     for number in range(args.pairs):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as top:
-            folders = {way: Path(top, way.replace(" ", "_"), "cache") for way in (LIBRARY, BY_HAND, DEFAULT, "killed")}
+            folders = {way: Path(top, way.replace(" ", "_"), "cache") for way in (LIBRARY, BY_HAND)}
             for folder in folders.values():
                 folder.mkdir(mode=0o700, parents=True)
             ways = [BY_HAND, LIBRARY] if number % 2 else [LIBRARY, BY_HAND]
@@ -129,12 +111,6 @@ def measure(args: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
             if args.moved:
                 moved = Path(shutil.move(folders[LIBRARY], folders[LIBRARY].with_name("moved")))
                 yield f"{LIBRARY}, moved", run(LIBRARY, moved, args)
-            for state in ("cold", "warm") if args.default_settings else ():
-                yield f"{DEFAULT}, {state}", run(DEFAULT, folders[DEFAULT], args)
-            if args.kill:
-                run(LIBRARY, folders["killed"], args, kill=True)
-                for state in ("next run", "warm"):
-                    yield f"killed, {state}", run(LIBRARY, folders["killed"], args)
 
 
 def rows_of(runs: dict[str, list[list[float]]]) -> list[Row]:
@@ -153,9 +129,7 @@ def rows_of(runs: dict[str, list[list[float]]]) -> list[Row]:
 def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--default-settings", action="store_true")
     parser.add_argument("--ranks", type=int, default=1, help="processes of each run under DDP (gloo)")
-    parser.add_argument("--kill", action="store_true")
     parser.add_argument("--warm-runs", type=int, default=1, help="of each way in each pair")
     moved = "also with the folder at another path"
     parser.add_argument("--moved", action=argparse.BooleanOptionalAction, default=True, help=moved)
