@@ -50,6 +50,7 @@ import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
 from compile_callbacks import CompileWarning, _torch
+from compile_callbacks.calls import compiled_function
 from compile_callbacks.cli.explain import read_entries
 
 # For doctests, pytest would import these modules a second time, under another name, and register their custom operators
@@ -121,6 +122,12 @@ def no_codegen(request):
     generates = "gpu" in request.keywords or "codegen" in request.keywords
     with torch._inductor.config.patch(fallback_by_default=not generates):
         yield
+
+
+@pytest.fixture
+def recompiles_at_once(monkeypatch):
+    """Recompile at the first call that no graph fits, for tests whose subject is what a recompile does."""
+    monkeypatch.setattr(compiled_function, "RECOMPILE_AFTER", 1)
 
 
 @pytest.fixture

@@ -80,6 +80,7 @@ class CompiledFunction:
         self._recorder = fallback.recorder
         self._code: types.CodeType | None = None
         self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
+        self._resets = self._recorder.resets
         self._misses: list[int] = []  # the numbers of the calls that no graph fitted, since the last compile
         self._guards_hooks = self._integers_reported = self._always_compiles = False
 
@@ -189,6 +190,8 @@ class CompiledFunction:
             if frame.is_graph_break(error):
                 if "recompile limit exceeded" in str(error):
                     self._recorder.limit_reached(self._key)
+                elif is_own:  # torch skips the frame, and does not announce a graph break
+                    self._recorder.record("graph_break", self._key, reason=str(error))
                 self.why_no_graph = str(error) if is_own else self.why_no_graph
                 raise
             call.failure, call.nothing_ran = error, is_own
@@ -202,6 +205,10 @@ class CompiledFunction:
         """Return whether a frame of the running call runs eagerly, because none of its graphs fits the call."""
         call = self._recorder.calling.current
         if call is None or call.compiles or self._always_compiles or self._backend.has_collective:
+            return False
+        if self._resets != self._recorder.resets:  # torch has no code any more
+            self._resets = self._recorder.resets
+            self._compiled_code.clear()
             return False
         if _torch.autograd.saves_through_hooks():
             return False  # because an activation checkpoint must recompute with the code of the forward pass

@@ -99,6 +99,8 @@ class CompileRecorder:
         in which it grows takes longer than usual."""
         self.traces_seen = 0
         """The same without recordings of CUDA graphs."""
+        self.resets = 0
+        """Number of calls of ``torch.compiler.reset()`` during the runs."""
         self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
         """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
@@ -137,6 +139,7 @@ class CompileRecorder:
             self._listening = True
             return
         if self._listening:
+            self.resets += 1
             self._discarded = set(self._keys.values())
             self._keys.clear()  # because torch starts compile ids from 0 again
         self._listening = True

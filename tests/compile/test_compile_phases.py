@@ -145,6 +145,7 @@ class Breaking(Wrapper):
 
 
 @pytest.mark.parametrize(("make", "graphs"), [(mlp, 6), (Breaking, 12)])
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_phases_do_not_share_a_recompile_limit(make, graphs):
     static = {"dynamic": False}
     module = compile_phases(make(), static, static, verify="off")

@@ -71,6 +71,7 @@ def process_group():
 
 
 @pytest.mark.parametrize("mode", ["default", InductorConfig(fullgraph=True)])
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(
     compiled, process_group, mode, monkeypatch
 ):

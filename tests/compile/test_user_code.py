@@ -71,6 +71,7 @@ def test_a_sparse_output_is_returned(compiled):
     output.to_dense().sum().backward()
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_the_module_runs_as_often_as_the_user_calls_it(compiled):
     class Counting(Wrapper):
         def __init__(self):

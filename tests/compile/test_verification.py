@@ -81,6 +81,7 @@ def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_each_recompiled_graph_is_compared_and_one_target_is_warned_about_once(compiled):
     module = compiled(plain(), passes=[WrongForward("train", 5, 4)], train_mode={"dynamic": False})
     with warnings.catch_warnings(record=True) as caught:

@@ -273,6 +273,7 @@ def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(backgrou
     torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_auto_tries_the_setting_that_removes_a_graph_break(background_ms, monkeypatch):
     healed = "dynamo={'capture_scalar_outputs': True}"
     background_ms.update({"default": 1.5, healed: 1.0})

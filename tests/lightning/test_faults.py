@@ -22,7 +22,7 @@ from tests.support.against_eager import assert_fits_as_eager
 from tests.support.faults import FAULTS, MATRIX, PLACES, RAGGED, RAGGED_BATCHES, Fault, Net, run_of
 from tests.support.models import Classifier, Wrapper, batches_of, fit
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = pytest.mark.usefixtures("no_codegen", "recompiles_at_once")
 
 
 @pytest.mark.parametrize(("fault", "place"), MATRIX)

@@ -161,6 +161,7 @@ class TagsInValidation(Classifier):
         self.net.tag = "t"
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_the_phase_that_reaches_the_recompile_limit_is_the_one_that_is_named():
     fitting = {"max_epochs": 2, "num_sanity_val_steps": 0}
     with torch._dynamo.config.patch(recompile_limit=3):
@@ -180,6 +181,7 @@ class Counter(Wrapper):
         return self.net(x) + self.calls
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_the_advice_at_the_recompile_limit_fits_its_reason_and_helps():
     with torch._dynamo.config.patch(recompile_limit=3):
         report, (limit, *_) = run(lambda: Classifier(Counter(0)))
@@ -214,6 +216,7 @@ class Scaled(Wrapper):
         return y
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_the_first_graph_break_is_the_cause_of_what_follows_and_its_removal_helps():
     report, _ = run(lambda: Classifier(Scaled(True)))
     (recompile,) = [event for event in report.train.diagnostics.events if event["kind"] == "recompile"][:1]

@@ -153,6 +153,7 @@ class Broken(Counting):
         return self.blocks(hidden)
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_code_behind_a_graph_break_on_which_dynamo_fails_runs_alone_and_eagerly(executions):
     callback = compiled()  # each step recompiles, because a number in an attribute of a module is a constant
     with (

@@ -49,6 +49,7 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("no_codegen")
 @pytest.mark.all_versions
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0)
     fit(callback, train=batches_of(8, 8, 2, 3, 4, 5, 6))

@@ -165,6 +165,7 @@ def test_plot_tells_that_steps_cannot_be_compared_and_what_to_do():
     )
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_plot_marks_a_compile_outside_the_steps():
     class CallsNet(Classifier):
         def on_train_epoch_end(self):

@@ -96,6 +96,7 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
 
 
 @pytest.mark.all_versions
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_untimed_steps_are_counted_and_a_compile_in_one_of_them_is_recorded():
     callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
     batches = DataLoader([*loader(400), *loader(1, batch_size=6), *loader(20)], batch_size=None)
