@@ -133,7 +133,7 @@ class CompiledTarget:
         executions.eager_calls[self.key] += 1
         # If the same part runs eagerly in each call, its step times can be compared.
         varies = missed or executions.graphs == graphs_before or self.backend.waits
-        executions.mixed_calls += self.backend.graphs > 0 and varies
+        executions.mixed |= self.backend.graphs > 0 and varies
 
     def _store_outcome(self, call: CallInProgress) -> None:
         self._runs_target_eagerly |= call.runs_target_eagerly

@@ -64,12 +64,12 @@ class Executions:
     Attributes:
         graphs: Number of executions of compiled graphs.
         eager_calls: Number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
-        mixed_calls: Number of those calls for which other calls of the target run a compiled graph.
+        mixed: Whether such a call in the running step belongs to a target that has compiled graphs.
     """
 
     graphs: int = 0
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
-    mixed_calls: int = 0
+    mixed: bool = False
 
 
 class _Calling(threading.local):

@@ -53,7 +53,6 @@ class Step:
         compiles_seen: The recorder's number of compiles at the start.
         traces_seen: The same without recordings of CUDA graphs.
         graphs: The recorder's number of executed graphs at the start.
-        mixed_calls: The recorder's number of calls at the start that ran eagerly in place of a compiled graph.
         number: The number of the step in its phase, for steps that are only counted.
         kind: Whether compiled graphs ran in the step.
         mixed: Whether a call ran eagerly although its target has a compiled graph.
@@ -70,7 +69,6 @@ class Step:
     compiles_seen: int = 0
     traces_seen: int = 0
     graphs: int = 0
-    mixed_calls: int = 0
     number: int = 0
     kind: StepKind = "eager"
     mixed: bool = False

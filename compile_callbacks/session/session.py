@@ -213,6 +213,7 @@ class Session:
                 self.gpu.step_begins(self.stage.phase, counted.variant)
             return False
         stage, ran, self._counted = self.stage, recorder.executions, None
+        ran.mixed = False
         if first:
             self._switch.invalidate_weights(new_stage=self._stage_is_new)
         self._policy = self._policies.policy_of(stage)
@@ -233,7 +234,6 @@ class Session:
             compiles_seen=recorder.compiles_seen,
             traces_seen=recorder.traces_seen,
             graphs=ran.graphs,
-            mixed_calls=ran.mixed_calls,
         )
         recorder.step = timer.next_step(stage.phase)
         if self._helper is not None:
@@ -262,7 +262,7 @@ class Session:
         if step is self._counted and kind == step.kind and recorder.compiles_seen == step.compiles_seen:
             self._measurements.timer.passed += 1
             return
-        step.kind, step.mixed = kind, ran.mixed_calls != step.mixed_calls
+        step.kind, step.mixed = kind, ran.mixed
         if recorder.compiles_seen != step.compiles_seen:
             recorder.collect()
             step.compiling, step.traced = True, recorder.traces_seen != step.traces_seen
