@@ -129,12 +129,12 @@ EXAMPLES = (
     Example("Too few samples", "too few samples", Pointwise, 12),
     Example("Compile time not repaid", "compile time not repaid", Pointwise, 40),
     Example(
-        "Recompiles: the batch size varies",
+        "A recompile: the batch size changes",
         "compile time not repaid",
         Pointwise,
         60,
         {"train_mode": {"dynamic": False}},
-        rows=lambda number: WIDTH // (1 + number // 20),
+        rows=lambda number: WIDTH // (1 + number // 40),
     ),
     Example("A graph break", "compile time not repaid", WithGraphBreak, 40),
     Example(

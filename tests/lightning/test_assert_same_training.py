@@ -130,6 +130,7 @@ def test_training_with_the_callback_is_eager_training(name):
     assert assert_same(lambda: Classifier(net()), WITH_OURS[name]()) == "same"
 
 
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_a_full_deque_differs_with_the_callback_too():
     """docs/reference/limits.md names it: torch's capture reads one element too many."""
     with pytest.raises(AssertionError, match="different: in step 4, "):
