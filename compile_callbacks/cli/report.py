@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks.report.console import grouped_table, print_report, print_table, print_texts
+from compile_callbacks.report.console import print_report, print_texts
 from compile_callbacks.report.data import FILE_NAME, VERSION
 from compile_callbacks.report.file import read_records
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.report.table import sections, zeros_line
+from compile_callbacks.report.table import sections
 
 _DESCRIPTION = f"""\
 Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the folder of a logger
 at the end of each trainer call, and from files of CompileReport.save. PATH is such a file or a folder. Folders are
 searched recursively.
 """
-_COLUMN_WIDTH = 28
 
 
 class _Call(NamedTuple):
@@ -37,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     add = parser.add_argument
     add("path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a file such as {FILE_NAME}")
-    add("--compare", action="store_true", help="print the last call of each run in one table, side by side")
     add("--json", action="store_true", help="print the records as JSON")
 
 
@@ -48,9 +44,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         data = [{"file": str(call.path), **call.record} for call in calls]
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
-    elif args.compare and calls:
-        last = {call.path: call for call in calls}
-        _print_side_by_side(list(last.values()))
     else:
         for call in calls:
             _print_in_full(call)
@@ -107,14 +100,3 @@ def _print_in_full(call: _Call) -> None:
         sys.stdout.write("\n")
     if isinstance(environment := record.get("environment"), dict):
         sys.stdout.write(", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n")
-
-
-def _print_side_by_side(calls: Sequence[_Call]) -> None:
-    """Print a column for each compiled phase of each call, headed by the log directory below the common folder."""
-    common = os.path.commonpath([call.path.resolve().parent.parent for call in calls])
-    columns = [(call, phase) for call in calls for phase in call.report.compiled_phases]
-    folders = {call.path: call.path.resolve().parent.relative_to(common) for call in calls}
-    head = ["", *(f"{folders[call.path]}\n{phase}" for call, phase in columns)]
-    reports = [call.report.phase(phase) for call, phase in columns]
-    print_table(grouped_table(head, reports, verdicts=True, width=_COLUMN_WIDTH))
-    sys.stdout.write(f"{zeros_line(reports)}\n".lstrip())

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compile_callbacks.report.data import PhaseReport, RunReport
+from compile_callbacks.report.data import RunReport
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 from compile_callbacks.report.table import main_table, zeros_line
 
@@ -63,35 +63,24 @@ def to_text(table: Table, width: int = _UNLIMITED) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def print_table(table: Table, plain_width: int = _UNLIMITED) -> None:
-    """Print a table as wide as the terminal, or ``plain_width`` if stdout is not a terminal."""
-    sys.stdout.write(to_text(table, _width(plain_width)) + "\n")
-
-
 def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
     """Print a table of texts, and wrap them at the width of the terminal."""
-    print_table(make_table(head, rows, title=title, numbers=False), _PLAIN_TEXT_WIDTH)
+    table = make_table(head, rows, title=title, numbers=False)
+    sys.stdout.write(to_text(table, _width(_PLAIN_TEXT_WIDTH)) + "\n")
 
 
 def _width(plain_width: int) -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else plain_width
 
 
-def grouped_table(
-    head: Sequence[str], reports: Sequence[PhaseReport], *, verdicts: bool = False, width: int = _CELL_WIDTH
-) -> Table:
-    """Make the main table: a row for each figure, a column for each report, and a heading for each group of rows."""
-    rows: list[tuple[str, ...]] = [("verdict", *(report.verdict or "-" for report in reports))] if verdicts else []
-    for group in main_table(reports):
-        rows += [(group.title, *("" for _ in reports)), *((f"  {label}", *cells) for label, *cells in group.rows)]
-    return make_table(head, rows, width=width)
-
-
 def to_plain_text(report: RunReport, width: int = _UNLIMITED) -> str:
     """Render a report as plain text: the verdicts, the table, and the lines below the table."""
     phases, todo = report.compiled_phases, next_step(report)
     reports = [report.phase(phase) for phase in phases]
-    table = to_text(grouped_table(("", *phases), reports), width)
+    rows: list[tuple[str, ...]] = []
+    for group in main_table(reports):
+        rows += [(group.title, *("" for _ in reports)), *((f"  {label}", *cells) for label, *cells in group.rows)]
+    table = to_text(make_table(("", *phases), rows), width)
     below = filter(None, [zeros_line(reports), *notes(report), f"next: {todo}" if todo else ""])
     return "\n".join([*verdict_lines(report), "", table, *below])
 

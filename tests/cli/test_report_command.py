@@ -27,7 +27,6 @@ TRAIN = PhaseReport(
     break_even_steps=math.inf,
     diagnostics=PhaseDiagnostics(events=(BREAK, BREAK)),
 )
-INFER = PhaseReport(mode="default", targets=("net",), compile_seconds=9.0, verdict="too few samples")
 REPORT = CompileReport(train=TRAIN)
 
 
@@ -78,24 +77,7 @@ def test_report_prints_every_call_below_a_folder_with_its_reasons(tmp_path, repo
     assert json.loads(report("--json", file).out)[0] == {"file": str(file), **written}
 
 
-def test_report_compares_the_last_calls_of_runs_side_by_side(tmp_path, report):
-    write(tmp_path / "a", record(CompileReport(infer=INFER)), record())
-    write(tmp_path / "b", record(CompileReport(train=TRAIN, infer=INFER)))
-    lines = report("--compare", tmp_path).out.splitlines()
-    assert [line.split() for line in lines[:2]] == [["a", "b", "b"], ["train", "train", "infer"]]
-    cells = {line[:20].strip(): line[20:].split("  ") for line in lines[3:]}
-    assert [cell.strip() for cell in cells["speedup"] if cell.strip()] == ["2.00x", "2.00x", "-"]
-    assert "too few samples" in cells["verdict"][-1]
-
-
-def test_report_compares_runs_whose_log_directories_have_the_same_name(tmp_path, report):
-    for name in ("sgd", "adam"):
-        write(tmp_path / name / "version_0", record())
-    head = report("--compare", tmp_path / "sgd", tmp_path / "adam").out.splitlines()[0]
-    assert head.split() == ["sgd/version_0", "adam/version_0"]
-
-
-@pytest.mark.parametrize("option", [[], ["--json"], ["--compare"]])
+@pytest.mark.parametrize("option", [[], ["--json"]])
 @pytest.mark.parametrize(
     "damaged",
     [
