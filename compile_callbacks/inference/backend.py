@@ -64,7 +64,7 @@ class InductorBackend:
     Attributes:
         state: The state.
         config: The settings as an `InductorConfig`.
-        device: The device of an active backend, or the device that `activate` will use. ``None`` before `build`.
+        device: The device of an active or inactive backend. ``None`` before the first compile.
 
     Raises:
         ValueError: If a choice is unknown, the mode compiles nothing, or the name is empty.
@@ -150,8 +150,8 @@ class InductorBackend:
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
         self._after("build")
-        home, copies = _check_module(module), as_samples(samples)
-        self._compile("build", module, copies, (home or "cpu") if device is None else device)
+        copies = as_samples(samples)
+        self._compile("build", module, copies, device)
         self._samples = copies
         return self
 
@@ -198,6 +198,8 @@ class InductorBackend:
     def activate(self) -> None:
         """Compile the module again, as `build` does. torch's cache on disk makes this fast.
 
+        An inactive backend compiles for its former device, and a loaded backend for the module's device.
+
         Raises:
             ValueError: If the device cannot be used, or the module is already compiled.
             CompileError: For the reasons that `build` lists.
@@ -208,75 +210,66 @@ class InductorBackend:
         """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
 
         Args:
-            device: The device to run on. If ``None``, the saved device.
+            device: The device to run on. If ``None``, the module's device.
 
         Raises:
             TypeError: If the device has the wrong type.
             ValueError: For the reasons that `activate` lists.
             CompileError: For the reasons that `build` lists.
         """
-        self._compile("deploy", self._module, self._samples, self.device if device is None else device)
+        self._compile("deploy", self._module, self._samples, device)
         self._samples = []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the backend as data that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
+        """Return the config and the weights as data for ``torch.save`` and ``torch.load(weights_only=True)``.
 
-        The data contain settings and weights as plain containers, plain values and CPU tensors. If the module is on the
-        CPU, the tensors share its memory. Of each tensor in a sample, the data contain the shape, dtype and strides but
-        not the values, which may be private. Other values of a sample are constants of the compiled graph, and are
-        saved. The data contain neither compiled code nor a class, so `from_dict` needs a module.
+        The data are plain containers, plain values and CPU tensors. If the module is on the CPU, the tensors share its
+        memory. The data contain neither compiled code nor a class nor samples, so `from_dict` needs a module and
+        samples.
 
         Raises:
-            ValueError: If passes, option values, weights or samples cannot be saved. The message names them.
+            ValueError: If passes, option values or weights cannot be saved. The message names them.
         """
         self._after("to_dict")
         assert self._module is not None
-        return {
-            "name": self.name,
-            "config": self.config.to_dict(),
-            "verify": self._settings.verify,
-            "on_error": self._settings.on_error,
-            "device": str(self.device),
-            **saved_state.state_of(self._module, self._samples),
-        }
+        return {"config": self.config.to_dict(), **saved_state.state_of(self._module)}
 
     @classmethod
     def from_dict(
         cls,
         module: nn.Module,
         state: Mapping[str, Any],
+        samples: SampleLike | list[SampleLike],
         *,
         passes: Sequence[Any] = (),
-        samples: SampleLike | list[SampleLike] | None = None,
+        verify: Verify = "warn",
+        on_error: OnError = "eager",
+        name: str | None = None,
     ) -> Self:
         """Load a backend that `to_dict` saved. Then call `activate` or `deploy`, which compiles the module.
 
         The data cannot run code or a command. `InductorConfig.from_dict` describes which settings it refuses.
 
         Args:
-            module: A module of the same class and architecture. The method loads the saved weights into the module.
+            module: A module of the same architecture. The method loads the saved weights into the module.
             state: The data.
+            samples: The samples to compile on. See `build`.
             passes: The graph passes of the config. See `InductorConfig.from_dict`.
-            samples: The samples to compile on, as `build` takes them. If ``None``, the backend makes tensors with the
-                saved shapes, dtypes and strides: floating-point tensors of random numbers, and other tensors of 0.
-                Pass samples if values decide the control flow, or if the module refuses a length of 0.
+            verify: As in the constructor.
+            on_error: As in the constructor.
+            name: As in the constructor.
 
         Raises:
-            TypeError: If the module or the data have the wrong type.
-            ValueError: If the data have another format or version, or belong to another module. The module is then
-                unchanged. Also if the module is already compiled, or its weights are on several devices or have no
-                values.
+            TypeError: If the module, the data or a sample have the wrong type.
+            ValueError: If the data have another format or version, or their weights do not fit the module. The module
+                is then unchanged. Also if there is no sample, the module is already compiled, or its weights are on
+                several devices or have no values.
         """
         _check_module(module)
         saved_state.check_state(state)
-        backend = cls(
-            InductorConfig.from_dict(state["config"], passes=passes),
-            verify=state["verify"],
-            on_error=state["on_error"],
-            name=state["name"],
-        )
-        backend.device = torch.device(state["device"])
-        backend._samples = as_samples(saved_state.filled_samples(state["samples"]) if samples is None else samples)
+        config = InductorConfig.from_dict(state["config"], passes=passes)
+        backend = cls(config, verify=verify, on_error=on_error, name=name)
+        backend._samples = as_samples(samples)
         saved_state.load_weights(state, module)
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend
@@ -293,7 +286,8 @@ class InductorBackend:
     def _compile(self, call: str, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
         after = self._after(call)
-        home, target, modules = _check_module(module), as_device(device), list(module.modules())
+        home, modules = _check_module(module), list(module.modules())
+        target = as_device((home or "cpu") if device is None else device)
         arguments = CompileArguments(
             configs={"train": None, "infer": self.config},
             target_settings=self._settings,

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_map, tree_map_only
 
 from compile_callbacks._utils.errors import with_code
 
 FORMAT = "compile_callbacks.InductorBackend"
 VERSION = 1  # increase it with each change that an older version of this library would misread
-
-_FIELDS = {"name", "config", "verify", "on_error", "device", "module", "state_dict", "samples"}
 
 Sample = tuple[Any, ...] | dict[str, Any]
 """The arguments of one call: positional arguments, or keyword arguments."""
@@ -53,48 +51,29 @@ def on_device(sample: Sample, device: torch.device) -> tuple[tuple[Any, ...], di
     return ((), copied) if isinstance(copied, dict) else (copied, {})
 
 
-def filled_samples(samples: Any) -> Any:
-    """Replace the saved tensors, which have no values, by CPU tensors of random numbers, or of 0 for integers."""
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        filled = torch.zeros_like(tensor, device="cpu")
-        if filled.is_floating_point() or filled.is_complex():
-            filled.copy_(torch.rand(filled.shape, generator=torch.Generator().manual_seed(0)))
-        return filled
-
-    return tree_map_only(torch.Tensor, fill, samples)
-
-
-def state_of(module: nn.Module, samples: list[Sample]) -> dict[str, Any]:
-    """Return the format, the weights, and the samples without the values of their tensors."""
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return the format and the weights."""
     weights = module.state_dict()  # has an attribute with the versions of the modules, which `torch.save` keeps
     for name, value in weights.items():
-        weights[name] = _plain(value, f"state_dict[{name!r}]")
-    plain = _plain(samples, "samples")
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "module": type(module).__qualname__,
-        "state_dict": weights,
-        "samples": tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), plain),
-    }
+        weights[name] = _plain(value, name)
+    return {"format": FORMAT, "version": VERSION, "state_dict": weights}
 
 
-def _plain(value: Any, where: str) -> Any:
+def _plain(value: Any, name: str) -> Any:
     """Move tensors in lists, tuples and dicts to the CPU, for ``torch.load(weights_only=True)``. Refuse other objects.
 
-    CPU tensors share their memory with the result. ``where`` is the name of the value in messages.
+    CPU tensors share their memory with the result.
     """
 
-    def plain(path: Any, leaf: Any) -> Any:
+    def plain(leaf: Any) -> Any:
         if type(leaf) in (torch.Tensor, nn.Parameter):
             return leaf.detach().cpu()
         if leaf is None or type(leaf) in (bool, int, float, str):
             return leaf
-        text = f"{where}{keystr(path)} is of type {type(leaf).__name__}, which cannot be saved as plain data"
+        text = f"state_dict[{name!r}] has a value of type {type(leaf).__name__}, which cannot be saved as plain data"
         raise ValueError(with_code("CC607", text))
 
-    return tree_map_with_path(plain, value, is_leaf=lambda node: type(node) not in (list, tuple, dict))
+    return tree_map(plain, value, is_leaf=lambda node: type(node) not in (list, tuple, dict))
 
 
 def check_state(data: object) -> None:
@@ -106,14 +85,13 @@ def check_state(data: object) -> None:
         if (value := data.get(name)) != expected:
             text = f"state has the {name} {value!r}, and this library reads {name} {expected!r}"
             raise ValueError(with_code("CC607", text))
-    for name in sorted(_FIELDS - data.keys()):
-        raise ValueError(with_code("CC607", f"state has no {name!r}"))
+    for name in ("config", "state_dict"):
+        if name not in data:
+            raise ValueError(with_code("CC607", f"state has no {name!r}"))
 
 
 def load_weights(data: Mapping[str, Any], module: nn.Module) -> None:
     """Load the saved weights into a module."""
-    if data["module"] != (name := type(module).__qualname__):
-        raise ValueError(with_code("CC607", f"state is of a module of class {data['module']!r}, not of {name!r}"))
     saved, expected = (
         {key: _describe(value) for key, value in weights.items()}
         for weights in (data["state_dict"], module.state_dict())

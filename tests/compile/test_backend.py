@@ -39,7 +39,7 @@ def saved():
 
 def backend_in(state, saved):
     if state in ("checkpoint_loaded", "deployed"):
-        backend = InductorBackend.from_dict(linear(), saved)
+        backend = InductorBackend.from_dict(linear(), saved, batch())
         if state == "deployed":
             backend.deploy("cpu")
         return backend
@@ -182,7 +182,7 @@ def test_a_module_that_is_already_compiled_is_refused():
     with pytest.raises(ValueError, match=r"deactivate\(\)"):
         compile_phases(module)
     with pytest.raises(ValueError, match="this library already compiled module"):
-        InductorBackend.from_dict(module, backend.to_dict())
+        InductorBackend.from_dict(module, backend.to_dict(), batch())
     backend.deactivate()
     compile_phases(module)
     with pytest.raises(ValueError, match="this library already compiled module"):

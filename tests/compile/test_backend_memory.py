@@ -161,7 +161,7 @@ def run_on_gpu(module, x):
 
 
 @pytest.mark.gpu
-def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_loaded():
+def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_is_loaded():
     module, x = wide(), torch.randn(64, WIDTH)
     backend = InductorBackend("reduce-overhead").build(module, x, device="cuda")
     outs = [backend.infer(x * scale) for scale in range(1, 5)]
@@ -170,7 +170,7 @@ def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_runs_where_it_is_l
     state = backend.to_dict()
     assert not any(value.is_cuda for value in state["state_dict"].values())
     backend.deactivate()
-    loaded = InductorBackend.from_dict(wide(), state)
-    loaded.deploy()
+    loaded = InductorBackend.from_dict(wide(), state, x)
+    loaded.deploy("cuda")
     assert loaded.device == torch.device("cuda:0")
     torch.testing.assert_close(loaded.infer(x), expected[0], rtol=1e-3, atol=1e-3)

@@ -150,7 +150,7 @@ def load(request, backend_state):
     if request.param == "InductorConfig":
         return InductorConfig.from_dict
     return lambda data, **kwargs: (
-        InductorBackend.from_dict(nn.ReLU(), {**backend_state, "config": data}, **kwargs).config
+        InductorBackend.from_dict(nn.ReLU(), {**backend_state, "config": data}, torch.ones(2), **kwargs).config
     )
 
 
