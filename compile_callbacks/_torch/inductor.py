@@ -262,31 +262,3 @@ FLAGGED_PASS_TYPES: tuple[Any, ...] = () if _WITH_FLAG is None else (_WITH_FLAG,
 """The classes of passes that get ``is_inference`` from torch. Workaround (torch<2.13): there is no such class."""
 
 GRAPH_PASS_BASE: Any = _WITH_FLAG or _custom_graph_pass.CustomGraphPass
-
-
-def pattern_matcher(
-    pattern: Callable[..., Any],
-    replacement: Callable[..., Any],
-    example_inputs: Sequence[torch.Tensor],
-    admits: Callable[[torch.Tensor, dict[str, Any]], bool],
-    name: str,
-) -> Callable[[torch.fx.Graph], int]:
-    """Return torch's pattern matcher for one pattern, a function that changes a graph and counts the changes.
-
-    ``admits`` gets the output and the inputs of each match as fake tensors, and returns whether to replace the match.
-    """
-    from torch._inductor.pattern_matcher import PatternMatcherPass, fwd_only, register_replacement
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    def value(argument: Any) -> Any:
-        return argument.meta.get("val") if isinstance(argument, torch.fx.Node) else argument
-
-    def check(match: Any) -> bool:
-        return admits(value(match.output_node()), {name: value(argument) for name, argument in match.kwargs.items()})
-
-    matcher = PatternMatcherPass(pass_name=name)
-    # Outside the tracing context of a running compile, as for torch's own patterns.
-    with torch._guards.tracing(None), unset_fake_temporarily(), torch.no_grad():
-        inputs = [tensor.detach().clone() for tensor in example_inputs]
-        register_replacement(pattern, replacement, inputs, fwd_only, matcher, extra_check=check)
-    return lambda graph: int(matcher.apply(graph))

@@ -6,28 +6,17 @@
 from compile_callbacks.passes.base import GraphPass, graph_pass
 from compile_callbacks.passes.manager import GraphPassError, PassRun
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
-from compile_callbacks.passes.rewriting import (
-    PatternMatch,
-    PatternPass,
-    call_before,
-    count_ops,
-    find_nodes,
-    pattern_pass,
-    replace_node,
-)
+from compile_callbacks.passes.rewriting import call_before, count_ops, find_nodes, replace_node
 
 __all__ = [
     "GraphPass",
     "GraphPassError",
     "PassRun",
-    "PatternMatch",
-    "PatternPass",
     "RecordGraphs",
     "RecordedGraph",
     "call_before",
     "count_ops",
     "find_nodes",
     "graph_pass",
-    "pattern_pass",
     "replace_node",
 ]

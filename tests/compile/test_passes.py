@@ -9,59 +9,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from compile_callbacks import InductorCompile, graph_pass
-from compile_callbacks.passes import (
-    RecordGraphs,
-    call_before,
-    count_ops,
-    find_nodes,
-    pattern_pass,
-    replace_node,
-)
+from compile_callbacks.passes import RecordGraphs, call_before, count_ops, find_nodes, replace_node
 from compile_callbacks.passes.testing import check_pass
 from tests.support.models import Classifier, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 aten = torch.ops.aten
-
-
-class AddAndClamp(nn.Module):
-    def forward(self, x, y):
-        return torch.relu(x.sin() + y).cos()
-
-
-def clamped_sum(x, y):
-    return torch.relu(x + y)
-
-
-def where_positive(x, y):
-    total = x + y
-    return torch.where(total > 0, total, 0)
-
-
-@pytest.mark.parametrize("hook", ["joint_pre", "joint_post", "post_grad_pre", "post_grad_post"])
-def test_a_pattern_is_replaced_at_every_hook_point_with_operators(hook):
-    replacing = pattern_pass(clamped_sum, where_positive, [torch.ones(2, 3)] * 2, hook=hook)
-    result = check_pass(replacing, AddAndClamp(), torch.randn(5, 7), torch.randn(5, 7))
-    result.assert_close()
-    assert replacing.replaced == 1
-    assert (result.ops_before["aten.relu.default"], result.ops_after["aten.relu.default"]) == (1, 0)
-    assert result.ops_after["aten.where.self"] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((3, clamped_sum, [torch.ones(1)] * 2), TypeError, "pattern=3"),
-        ((nn.functional.gelu, torch.relu, [torch.ones(1)]), TypeError, "pattern=.* is built in"),
-        ((clamped_sum, clamped_sum, [torch.ones(1)]), TypeError, "pattern cannot be called"),
-        ((clamped_sum, lambda x, y: (x, y), [torch.ones(1)] * 2), TypeError, "replacement must return a tensor"),
-        ((clamped_sum, lambda x, y: x.sum(), [torch.ones(2)] * 2), ValueError, r"float32\[2\].*float32\[\]"),
-    ],
-)
-def test_wrong_patterns_are_refused(arguments, error, text):
-    with pytest.raises(error, match=text):
-        pattern_pass(*arguments)
 
 
 def test_nodes_are_found_counted_inserted_and_replaced():

@@ -123,6 +123,6 @@ def test_public_names_exist_and_no_submodule_has_one_of_them():
     assert compile_callbacks.__all__ == NAMES.split()
     for name in compile_callbacks.__all__:
         assert getattr(compile_callbacks, name) is not None
-    with pytest.raises(AttributeError, match="has no attribute 'pattern_pass'"):
-        _ = compile_callbacks.pattern_pass
+    with pytest.raises(AttributeError, match="has no attribute 'find_nodes'"):
+        _ = compile_callbacks.find_nodes
     assert {path.stem for path in ROOT.iterdir()} & set(NAMES.split()) == set()
