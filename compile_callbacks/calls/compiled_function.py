@@ -98,7 +98,7 @@ class CompiledFunction:
         return self.call or self._compile()
 
     def free(self) -> None:
-        """Free the compiled code with its frozen weights."""
+        """Free the compiled code with its frozen weights. The next call compiles again."""
         self.call = None
         self.eager_frames.clear()
         self._compiled_code.clear()

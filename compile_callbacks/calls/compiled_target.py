@@ -39,7 +39,9 @@ class CompiledTarget:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
+        fallback: Records failures. Its settings tell whether the config is on trial.
         backend: The backend, which has no reference to the module.
+        function: The function of ``torch.compile``.
     """
 
     def __init__(
@@ -60,18 +62,16 @@ class CompiledTarget:
         self._frozen = key.frozen
         self._unfrozen = unfrozen  # runs instead in a stage in which the frozen weights change often
         self._refreezes = 0  # in this stage
-        self._members = target.members
         self._recorder = recorder
         self._calling = recorder.calling
         self._executions = recorder.executions
         self._warn = warn
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
-        self._fallback = EagerFallback(self.key, recorder, settings)
-        self.backend = GraphBackend(target, config, self._fallback)
-        self._observed = observed
-        self._function = CompiledFunction(target, config, self.backend, self._fallback, self._observed)
+        self.fallback = EagerFallback(self.key, recorder, settings)
+        self.backend = GraphBackend(target, config, self.fallback)
+        self.function = CompiledFunction(target, config, self.backend, self.fallback, observed)
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
-        self._weights = WeightWatch(self._members[0].module)  # a target with frozen weights has a single member
+        self._weights = WeightWatch(target.members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
         self._runs_target_eagerly = False
         self._traces = 0  # the number of calls in which torch traced
@@ -80,7 +80,7 @@ class CompiledTarget:
 
     def call(self, member: Callee, /, *args: Any, **kwargs: Any) -> Any:
         """Call a member of the target compiled, or eagerly if it cannot be compiled."""
-        calling, executions, function = self._calling, self._executions, self._function
+        calling, executions, function = self._calling, self._executions, self.function
         outer = calling.current
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
@@ -108,7 +108,9 @@ class CompiledTarget:
             result = compiled(member.module, *args, **kwargs)
         except Exception:
             if not call.nothing_ran:
-                self._raised(call)
+                if call.recompiles_in_next_call:
+                    self.function.free()
+                self._store_outcome(call)
                 raise
         finally:
             calling.current = outer
@@ -139,37 +141,27 @@ class CompiledTarget:
         self._runs_target_eagerly |= call.runs_target_eagerly
         self._warnings += call.warnings
 
-    def _raised(self, call: CallInProgress) -> None:
-        """Act on what happened in a call that raised an exception of the user's. The next call issues its warnings."""
-        if call.recompiles_in_next_call:
-            self.free_compiled()
-        self._store_outcome(call)
-
     def _settle(self, call: CallInProgress, member: Callee) -> None:
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
-        self._function.eager_frames.update(call.failed_frames)
+        self.function.eager_frames.update(call.failed_frames)
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
-            self._fallback.run_target_eagerly("CC101", reason)
-        if call.constant_draws and self._fallback.settings.verify != "off":
-            self._leave_draws_eager(call.constant_draws)
-
-    def _leave_draws_eager(self, functions: tuple[str, ...]) -> None:
-        """Run the target eagerly, because torch drew random numbers of these functions only while it traced them."""
-        reason = (
-            f"torch drew random numbers of Python in {', '.join(dict.fromkeys(functions))} only while it traced, so "
-            "that each call would get the same numbers"
-        )
-        if self._fallback.settings.verify == "raise":
-            message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
-            raise CompileError(with_code("CC306", message))
-        self._fallback.run_target_eagerly("CC306", reason)
+            self.fallback.run_target_eagerly("CC101", reason)
+        if call.constant_draws and self.fallback.settings.verify != "off":
+            reason = (
+                f"torch drew random numbers of Python in {', '.join(dict.fromkeys(call.constant_draws))} only while it "
+                "traced, so that each call would get the same numbers"
+            )
+            if self.fallback.settings.verify == "raise":
+                message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
+                raise CompileError(with_code("CC306", message))
+            self.fallback.run_target_eagerly("CC306", reason)
 
     def _issue_warnings(self) -> None:
         """Issue the warnings of earlier calls. The warnings of a candidate wait until the `Tune` has chosen it."""
-        while self._warnings and not self.on_trial:
+        while self._warnings and not self.fallback.settings.on_trial:
             (code, message, about), self._warnings = self._warnings[0], self._warnings[1:]
             self._warn.warn(code, message, about=about)
 
@@ -181,7 +173,7 @@ class CompiledTarget:
             self._warn_of_transform()
             return True
         if not self.ran and (mode := _torch.modes.dispatch_mode()):
-            self._function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
+            self.function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
             return True
         self._issue_warnings()
         self.ran = True
@@ -192,11 +184,11 @@ class CompiledTarget:
         return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
-        if self._fallback.settings.on_error == "raise":
-            raise self._fallback.as_compile_error(failure) from failure
+        if self.fallback.settings.on_error == "raise":
+            raise self.fallback.as_compile_error(failure) from failure
         if call.nothing_ran:
             self._uncompilable.add(signature(call.args, call.kwargs))
-        self._fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
+        self.fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
 
     def _warn_of_transform(self) -> None:
         target, phase = self.key[:2]
@@ -209,7 +201,7 @@ class CompiledTarget:
             reason = "it is called under a transform of torch.func or forward-mode AD"
             self._recorder.record("eager_call", CompileKey(target, phase), reason=reason, code="CC108")
 
-    # ------------------------------------------------------------------------------------------ weights and memory
+    # ------------------------------------------------------------------------------------------ frozen weights
 
     def invalidate_weights(self, *, new_stage: bool) -> None:
         """Compare all weights at the next call, because a callback may have swapped the weights."""
@@ -218,7 +210,7 @@ class CompiledTarget:
 
     def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
-            self.free_compiled()  # because each set of frozen weights would stay in memory
+            self.function.free()  # because each set of frozen weights would stay in memory
             _torch.inductor.collect_unused_code()
             self._refreezes += not self._weights_are_suspect  # a change between two stages does not count
             if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:
@@ -235,28 +227,9 @@ class CompiledTarget:
         self._warnings += (("CC204", message, (self.key.target, "refreezes")),)
         self._issue_warnings()
 
-    def free_compiled(self) -> None:
-        """Free the compiled code with its frozen weights. The next call compiles again."""
-        self._function.free()
-
-    # ------------------------------------------------------------------------------------------ settings and results
-
-    def compile_new_inputs(self, *, after: float) -> None:
-        """Set the number of calls that no graph fits after which the target is compiled again."""
-        self._function.recompile_after = after
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether the config is a candidate that a `Tune` has not chosen yet."""
-        return self._fallback.settings.on_trial
-
-    def end_trial(self, settings: TargetSettings) -> None:
-        """End the trial. The next call issues the warnings that waited for the end of the trial."""
-        self._fallback.settings = settings
-
     @property
     def why_no_graph(self) -> str:
         """The reason why the target has no compiled graph: its first graph break, or what torch told."""
         breaks = self._recorder.events_of(self.key.phase, "graph_break")
         reasons = [event.reason for event in breaks if event.target == self.key.target]
-        return short_reason(next(filter(None, [*reasons, self._function.why_no_graph]), "torch gives no reason"))
+        return short_reason(next(filter(None, [*reasons, self.function.why_no_graph]), "torch gives no reason"))

@@ -22,7 +22,6 @@ class WeightWatch:
         self._module = module
         self._tensors: list[torch.Tensor] = []
         self._versions: tuple[list[int], ...] = ()
-        self._addresses: list[int] = []
         self._hashes: tuple[int, ...] | None = None
 
     def changed(self, *, thorough: bool) -> bool:
@@ -35,12 +34,11 @@ class WeightWatch:
             self._tensors = [weight for weight in _weights(self._module) if not weight.is_inference()]
         elif self._read_versions() == self._versions:
             return False
-        before = self._hashes, self._addresses
+        # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
+        before = self._hashes, self._versions[:1]
         self._versions = self._read_versions()
         self._hashes = content_hashes(self._module)
-        # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
-        self._addresses = self._versions[0]
-        return (self._hashes, self._addresses) != before
+        return (self._hashes, self._versions[:1]) != before
 
     def _read_versions(self) -> tuple[list[int], ...]:
         # Maps of functions in C, because each step does this for hundreds of tensors.

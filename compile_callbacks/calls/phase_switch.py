@@ -212,12 +212,12 @@ class PhaseSwitch:
         self._free([key for key in of_phase if key[2] not in variants])
         for key in of_phase:
             if key[2] in variants and not on_trial:
-                self._compiled_targets[key].end_trial(self._settings)
+                self._compiled_targets[key].fallback.settings = self._settings  # its next call issues its warnings
 
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
-            compiled_target.free_compiled()
+            compiled_target.function.free()
         _torch.inductor.collect_unused_code()
 
     def invalidate_weights(self, *, new_stage: bool) -> None:
@@ -227,7 +227,7 @@ class PhaseSwitch:
 
     def _free(self, keys: Collection[Any]) -> None:
         for key in keys:
-            self._compiled_targets.pop(key).free_compiled()
+            self._compiled_targets.pop(key).function.free()
         if keys:
             _torch.inductor.collect_unused_code()
 

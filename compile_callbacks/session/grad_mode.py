@@ -150,7 +150,7 @@ class GradModeSession(Session):
     def compile_new_inputs(self, *, after: float) -> None:
         """Set the number of inference calls that no graph fits after which a target is compiled again."""
         for compiled_target in self._switch.compiled_targets("infer"):
-            compiled_target.compile_new_inputs(after=after)
+            compiled_target.function.recompile_after = after
 
     def end_with_module(self) -> None:
         """End this session when the module is deleted. This does not keep the module alive."""

@@ -109,7 +109,8 @@ class SessionWarnings:
             )
             self._warn.warn("CC102", message, about=phase)
         for compiled_target in self._switch.compiled_targets(phase):
-            if compiled_target.called and not (compiled_target.on_trial or compiled_target.backend.waits):
+            on_trial = compiled_target.fallback.settings.on_trial
+            if compiled_target.called and not (on_trial or compiled_target.backend.waits):
                 self._record_without_effect(compiled_target.key)
                 self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
