@@ -31,7 +31,8 @@ def restored_after_error() -> Iterator[None]:
     Workaround (until torch has public functions for the levels of `torch.func` and forward-mode AD).
     """
     depth, has_level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
-    grad, autocast, nesting = torch.is_grad_enabled(), _autocast_modes(), _autocast_nesting()
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
     try:
         yield
     except BaseException:
@@ -61,10 +62,6 @@ def without_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-def _autocast_modes() -> list[tuple[str, bool, torch.dtype]]:
-    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
 
 
 def _autocast_nesting() -> int:

@@ -56,7 +56,7 @@ class Helper:
         self._trains_on_cpu = trains_on_cpu
         self._compilers = max(1, min(MAX_COMPILERS, ((os.cpu_count() or 1) - 2) // ranks))
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
-            self._start()
+            self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
 
     def poll(self) -> None:
         """Send new requests, and load the code of at most one graph. The caller calls this between two steps."""
@@ -76,7 +76,7 @@ class Helper:
         answered = self._conversation.answer() if self._conversation is not None else None
         if answered is None and (self._conversation is None or self._conversation.has_ended):
             self.stop()
-            self._start()
+            self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
         if isinstance(answered, str):
             return answered
         self._conversation.send(self._queue.waiting)  # type: ignore[union-attr]
@@ -93,9 +93,6 @@ class Helper:
             reason = f"its code cannot be loaded: {in_one_line(describe_failure(error))}"
             self._fails(reason, {graph.key})
         return ""
-
-    def _start(self) -> None:
-        self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
 
     def stop(self) -> None:
         """End the process. Graphs that still wait are requested again by the next `poll`."""

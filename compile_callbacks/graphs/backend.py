@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -46,9 +45,8 @@ class GraphBackend:
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
         self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
         # torch never frees a backend, so a backend must not keep the module alive.
-        self._first = weakref.ref(target.members[0])
+        self._target = weakref.ref(target)
         self._modules = [weakref.ref(member.module) for member in target.members]
-        self._shared = target.shares_code
         self._key = fallback.key
         self._config = config
         self._passes = (*fallback.settings.passes, *config.passes)
@@ -85,7 +83,16 @@ class GraphBackend:
             self._in_memory.append(graph)
             return graph
 
-        use = functools.partial(self._use, eager=eager, options=options, device=device, has_collective=has_collective)
+        def use(graph: CompiledGraph, compiled: Callable[..., Any]) -> None:
+            uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
+            if uses_cudagraphs:
+                compiled = CudaGraph(compiled, device, self._fallback)
+            if self._fallback.settings.verify != "off":  # the next call compares the code with eager
+                graph.verification = Verification(
+                    compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
+                )
+            graph.compiled, graph.eager = compiled, None
+
         graph = self._requested_graph(graph_module, example_inputs, options, new_graph, use, has_collective)
         if graph is None:
             compiled = self._compile_with_passes(graph_module, example_inputs, options)
@@ -99,26 +106,6 @@ class GraphBackend:
         self._fallback.eventful_call().graphs += 1
         self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
         return graph
-
-    def _use(
-        self,
-        graph: CompiledGraph,
-        compiled: Callable[..., Any],
-        *,
-        eager: torch.fx.GraphModule,
-        options: Mapping[str, Any],
-        device: torch.device,
-        has_collective: bool,
-    ) -> None:
-        """Let the next call of a graph run its compiled code, and compare it with eager."""
-        uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
-        if uses_cudagraphs:
-            compiled = CudaGraph(compiled, device, self._fallback)
-        if self._fallback.settings.verify != "off":
-            graph.verification = Verification(
-                compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
-            )
-        graph.compiled, graph.eager = compiled, None
 
     def _requested_graph(
         self,
@@ -139,12 +126,9 @@ class GraphBackend:
         ):
             return None
         try:
-            for reason, applies in (
-                ("its weights are frozen", self._key.frozen),
-                ("it contains a collective", has_collective),
-            ):
-                if applies:
-                    raise _torch.portable_graphs.NotPortableError(reason)
+            if self._key.frozen or has_collective:
+                reason = "its weights are frozen" if self._key.frozen else "it contains a collective"
+                raise _torch.portable_graphs.NotPortableError(reason)
             request = CompileRequest(
                 graph=_torch.portable_graphs.portable_graph(graph_module, inputs),
                 phase=self._key.phase,
@@ -188,8 +172,11 @@ class GraphBackend:
         They cannot be compared for a method, which may need only some weights of its module, for shared or sharded
         weights, and for frozen weights, which are not inputs of a graph.
         """
-        member = self._first()
-        if member is None or self._shared or member.method is not None or member.sharded or self._key.frozen:
+        target = self._target()
+        if target is None or target.shares_code or self._key.frozen:
+            return None
+        member = target.members[0]
+        if member.method is not None or member.sharded:
             return None
         return self.weights, sum(1 for _ in member.module.parameters())
 
@@ -229,7 +216,9 @@ class GraphBackend:
                 if self._fallback.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
-                if failure is None or self._is_candidates_own(failure.failed):
+                own = self._config.passes if self._fallback.settings.on_trial else ()
+                # Without a pass of its own, a candidate of a `Tune` would be another candidate.
+                if failure is None or any(graph_pass is failure.failed for graph_pass in own):
                     return error
                 self._report_failed_pass(failure)
                 skipped.append(failure.failed)
@@ -238,12 +227,6 @@ class GraphBackend:
                 self._generated += generated
                 self._record_passes(runs, skipped)
                 return compiled
-
-    def _is_candidates_own(self, graph_pass: Any) -> bool:
-        """Return whether the pass belongs to a candidate of a `Tune`, which would be another candidate without it."""
-        return self._fallback.settings.on_trial and any(
-            graph_pass is config_pass for config_pass in self._config.passes
-        )
 
     def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
         """Record the run of each pass. If a pass did not run, the graph is from torch's cache."""

@@ -81,7 +81,7 @@ class _Calling(threading.local):
 class CompileRecorder:
     """Listens to torch's compile events while compiled targets run, and keeps a list of `CompileEvent` objects.
 
-    The recorder records a compile if it starts within a call of a target (``key``). It also records later work for the
+    The recorder records a compile if it starts within a call of a target. It also records later work for the
     same compile, such as the recording of a CUDA graph in the backward pass. It ignores compiles of other user code.
     """
 
@@ -124,12 +124,6 @@ class CompileRecorder:
         self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
         self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
-
-    @property
-    def key(self) -> CompileKey | None:
-        """The key of the target that this thread is calling, or ``None`` outside such calls."""
-        call = self.calling.current
-        return None if call is None else call.key
 
     # ------------------------------------------------------------------------------------------ listening to torch
 
@@ -190,9 +184,9 @@ class CompileRecorder:
         self.collect()
         self.compiles_seen += 1
         by_dynamo = args.callback_trigger is _torch.events.DYNAMO_TRIGGER
-        key = self.key
-        if key is not None:
-            self._keys[args.compile_id] = key
+        key, call = None, self.calling.current
+        if call is not None:
+            key = self._keys[args.compile_id] = call.key
         elif by_dynamo:
             self._keys.pop(args.compile_id, None)  # because the id belongs to other code after torch.compiler.reset()
         else:
