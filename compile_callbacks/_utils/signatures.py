@@ -11,7 +11,7 @@ import torch
 
 _CONTAINERS = (torch.Tensor, list, tuple, Mapping)
 _MAX_VALUES = 32  # a value takes about 1 µs, and each timed step needs the signature of its batch
-_MAX_INPUTS = 1000  # calls only need this signature if new shapes do not recompile
+_MAX_INPUTS = 1000  # calls need this signature only if the compiler failed for some inputs
 _MAX_DEPTH = 8
 
 

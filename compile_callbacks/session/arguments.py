@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
@@ -16,9 +16,6 @@ from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.resolve import check_target_names
 from compile_callbacks.tuning.tune import PhaseConfig, as_phase_config
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +65,6 @@ class CompileArguments:
             ),
             baseline_steps=baseline_steps,
         )
-
-    @property
-    def finds_targets(self) -> bool:
-        """Whether the modules and methods that the steps call are the targets."""
-        return self.targets is None
 
     @property
     def uncompiled(self) -> frozenset[Phase]:

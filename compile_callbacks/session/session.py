@@ -60,7 +60,7 @@ class Session:
     ) -> None:
         self.module = module
         self._arguments = arguments
-        finds_targets = resolve is not None and arguments.finds_targets
+        finds_targets = resolve is not None and arguments.targets is None
         self._finds_targets = finds_targets and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()

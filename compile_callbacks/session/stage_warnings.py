@@ -50,26 +50,28 @@ class SessionWarnings:
         self._recorder = recorder
         self._timer = timer
         self._finds_targets = finds_targets
-        self._without_effect: dict[Phase, list[tuple[EventKind, str]]] = {}
+        self._without_effect: dict[Phase, list[tuple[EventKind, str, str]]] = {}  # the warning, and the event's reason
 
     def check_settings(
         self, phase: Phase, config: InductorConfig | None, *, sharded: bool, device: torch.device, warns: bool
     ) -> None:
         """Find settings that have no effect on this module and this device. One rank ``warns`` for all."""
-        self._without_effect[phase] = []
+        without_effect = self._without_effect[phase] = []
         if config is None:
             return
         mode = f"{self._recorder.mode_arguments[phase]}={config.describe()!r}"
         if phase == "infer" and config.freezes and sharded:
             message = f"{mode} asks for freezing, which has no effect: {WEIGHTS_ARE_SHARDED}"
-            self._report_no_effect("freezing", phase, message if warns else "", message)
+            without_effect.append(("freezing", message, message))
         if config.uses_cudagraphs and device.type != "cuda":
             message = (
                 f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run "
                 "compiled without them"
             )
             reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
-            self._report_no_effect("cudagraph_skip", phase, message if warns else "", reason)
+            without_effect.append(("cudagraph_skip", message, reason))
+        for kind, message, _ in without_effect if warns else ():
+            self._warn.warn("CC204", message, about=(phase, kind))
 
     def check_repeatable(self) -> None:
         """Warn that a run in the background is not repeatable, if the user asked for repeatable results."""
@@ -111,11 +113,14 @@ class SessionWarnings:
         for compiled_target in self._switch.compiled_targets(phase):
             on_trial = compiled_target.fallback.settings.on_trial
             if compiled_target.called and not (on_trial or compiled_target.backend.waits):
-                self._record_without_effect(compiled_target.key)
+                key = compiled_target.key
+                for kind, _, reason in self._without_effect[phase]:
+                    self._record_once(kind, key, reason)
                 self._check_graphs(compiled_target)
                 self._check_share(compiled_target)
-                if variant.name is None and variant.config is not None and variant.config.freezes:
-                    self._record_unfrozen(compiled_target.key)
+                freezes = variant.name is None and variant.config is not None and variant.config.freezes
+                if freezes and not key.frozen:  # no warning, because `validate` may freeze it later
+                    self._record_once("freezing", key, "freezing has no effect while weights may change, as during fit")
         self.check_step_times(phase, variant)
 
     def check_targets(self) -> None:
@@ -162,21 +167,9 @@ class SessionWarnings:
 
     # ------------------------------------------------------------------------------------------ one subject each
 
-    def _report_no_effect(self, kind: EventKind, phase: Phase, warning: str, reason: str) -> None:
-        if warning:
-            self._warn.warn("CC204", warning, about=(phase, kind))
-        self._without_effect[phase].append((kind, reason))
-
-    def _record_without_effect(self, key: CompileKey) -> None:
-        for kind, reason in self._without_effect[key.phase]:
-            if not self._reasons(kind, key):
-                self._recorder.record(kind, key, reason=reason, show=False)
-
-    def _record_unfrozen(self, key: CompileKey) -> None:
-        """Record why a target is not frozen. This is no warning, because `validate` may freeze it later."""
-        if not key.frozen and not self._reasons("freezing", key):
-            reason = "freezing has no effect while weights may change, as during fit"
-            self._recorder.record("freezing", key, reason=reason, show=False)
+    def _record_once(self, kind: EventKind, key: CompileKey, reason: str) -> None:
+        if not any(e.target == key.target and e.reason for e in self._recorder.events_of(key.phase, kind)):
+            self._recorder.record(kind, key, reason=reason, show=False)
 
     def _warn_of_limit(self, event: CompileEvent) -> None:
         fix = event.fix or "keep this value constant, or name parts of the target that do not read it in targets=[...]"
@@ -218,9 +211,6 @@ class SessionWarnings:
             "only the parts that torch can trace, or leave the phase eager"
         )
         self._warn.warn("CC131", message, about=key[:2])
-
-    def _reasons(self, kind: EventKind, key: CompileKey) -> list[str]:
-        return [e.reason for e in self._recorder.events_of(key.phase, kind) if e.target == key.target and e.reason]
 
 
 def _describe(cause: CompileEvent | None) -> str:

@@ -51,7 +51,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str]) -> list[Target]:
     Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
     function, because they already do not support the settings that sharing excludes.
     """
-    of_globs = {id(callee.module) for name in names if _is_glob(name) for callee in _matching(root, name)}
+    of_globs = {id(callee.module) for name in names if set(name) & set("*?[") for callee in _matching(root, name)}
     shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
     return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
 
@@ -91,10 +91,6 @@ def _outermost(paths: Iterable[str]) -> list[str]:
         if not any(path.startswith(f"{outer}.") for outer in outermost):
             outermost.append(path)
     return outermost
-
-
-def _is_glob(name: str) -> bool:
-    return any(character in name for character in "*?[")
 
 
 def _has_method(module: nn.Module, name: str) -> bool:
