@@ -15,7 +15,6 @@ from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, see
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
-BAD = torch.tensor([1.0, -1.0])
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +40,6 @@ class Policy(nn.Module):
         return mean + distribution.log_prob(2 * mean) + self.prior.log_prob(mean)
 
 
-def assert_validates():
-    assert Distribution._validate_args
-    with pytest.raises(ValueError, match="to satisfy the constraint GreaterThan"):
-        Normal(torch.zeros(2), BAD)
-
-
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_run_restores_the_validation_and_a_second_run_does_not_recompile(validates, monkeypatch):
     monkeypatch.setattr(Distribution, "_validate_args", validates)
@@ -57,21 +50,6 @@ def test_a_run_restores_the_validation_and_a_second_run_does_not_recompile(valid
         assert Distribution._validate_args == validates
     for phase in (callback.report.train, callback.report.infer):
         assert (phase.graphs, phase.recompiles, phase.graph_breaks, phase.verified) == (1, 0, 0, "equal 1")
-
-
-def test_compiled_code_builds_distributions_in_one_graph_and_does_not_recompile():
-    module = Policy()
-    compile_phases(module, verify="raise")
-    expected = Policy.forward(module, X)
-    for _ in range(3):
-        torch.testing.assert_close(module(X), expected)
-        with torch.no_grad():
-            torch.testing.assert_close(module(X), expected)
-    report = report_of(module)
-    for phase in (report.train, report.infer):
-        assert (phase.graphs, phase.recompiles, phase.graph_breaks, phase.fallbacks) == (1, 0, 0, 0)
-    restore(module)
-    assert_validates()
 
 
 def test_a_module_that_stays_compiled_compiles_new_shapes_in_one_graph():
@@ -85,20 +63,15 @@ def test_a_module_that_stays_compiled_compiles_new_shapes_in_one_graph():
     torch._dynamo.reset()
 
 
-def test_a_backend_restores_the_validation():
+def test_restore_and_a_backend_restore_the_validation_and_the_users_own_compile_turns_it_off_as_torch_does():
+    module = compile_phases(Policy())
     backend = InductorBackend().build(Policy(), X)
-    backend.infer(X)
-    assert (backend.report.infer.graphs, backend.report.infer.graph_breaks) == (1, 0)
+    module(X), backend.infer(X)
+    assert (report_of(module).train.graph_breaks, backend.report.infer.graph_breaks) == (0, 0)
+    assert (report_of(module).train.graphs, backend.report.infer.graphs) == (1, 1)
     backend.deactivate()
-    assert_validates()
-
-
-def test_the_users_own_compile_turns_the_validation_off_as_torch_does():
-    module = Policy()
-    compile_phases(module)
-    module(X)
     restore(module)
-    assert_validates()
-    own = torch.compile(Policy(), backend="eager", fullgraph=True)
-    own(X)
+    with pytest.raises(ValueError, match="to satisfy the constraint GreaterThan"):
+        Normal(torch.zeros(2), torch.tensor([1.0, -1.0]))
+    torch.compile(Policy(), backend="eager", fullgraph=True)(X)
     assert not Distribution._validate_args

@@ -7,9 +7,8 @@ import contextlib
 import functools
 import random
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -21,74 +20,10 @@ from tests.support.models import CLASSES, FEATURES, Classifier, fit
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
-STEPS, BASELINE_STEPS = 14, 3
+BASELINE_STEPS = 3
 IS_OLDEST = torch.__version__.startswith("2.11.")
-NOT_AS_EAGER = {"Deque", "LruCache", "NumpyNormal"} | ({"DefaultArgument", "ClassAttribute"} if IS_OLDEST else set())
-"""The kinds of state that limits.md names, because torch captures them wrongly, and no sign shows it."""
-
-DRAWN_ONCE = {"GlobalRandom"} if IS_OLDEST else {"RandomSample", "OwnRandomSample"}
-"""The kinds of state for which torch draws only while it traces."""
-
-KINDS: dict[str, type[PythonState]] = {}
-
-
-class PythonState(nn.Module):
-    """A linear layer whose output is scaled by Python state, so that stale state changes the losses."""
-
-    def __init_subclass__(cls) -> None:
-        if not cls.__name__.startswith("_"):
-            KINDS[cls.__name__] = cls
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, CLASSES)
-        self.start()
-
-    def start(self) -> None:
-        """Create the state, or reset the state of the class or of Python."""
-
-    def scale(self, x: torch.Tensor) -> Any:
-        """Read and change the state, and return a number near 1."""
-        raise NotImplementedError
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale(x)
-
-    def seen(self) -> Any:
-        """Return the state, for a comparison with an eager run."""
-        raise NotImplementedError
-
-
-# ------------------------------------------------------------------------------------------ containers and counts
-
-
-class Deque(PythonState):
-    """A deque that is soon full: its sum stops growing with its length."""
-
-    def start(self):
-        self.values, self.calls = collections.deque(maxlen=3), 0
-
-    def scale(self, x):
-        self.calls += 1
-        self.values.append(self.calls)
-        return 1 + 0.01 * sum(self.values)
-
-    def seen(self):
-        return list(self.values)
-
-
-class ClassAttribute(PythonState):
-    calls: ClassVar[int] = 0
-
-    def start(self):
-        type(self).calls = 0
-
-    def scale(self, x):
-        type(self).calls += 1
-        return 1 + 0.01 * type(self).calls
-
-    def seen(self):
-        return self.calls
+RANDOM = random.Random(7)
+_cached = functools.lru_cache(lambda: [0])  # returns a list, which the calls change
 
 
 def _default(calls=[]):  # noqa: B006
@@ -96,136 +31,106 @@ def _default(calls=[]):  # noqa: B006
     return len(calls)
 
 
-class DefaultArgument(PythonState):
-    def start(self):
-        _default.__defaults__[0].clear()
+class PythonState(nn.Module):
+    """A linear layer whose output is scaled by the state of one kind, so that stale state changes the losses."""
 
-    def scale(self, x):
+    count: ClassVar[int] = 0
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(FEATURES, CLASSES), kind
+        self.calls, self.deque, self.drawn = 0, collections.deque(maxlen=3), None
+        self.own_random, self.numpy_generator = random.Random(7), np.random.default_rng(7)
+        self.torch_generator = torch.Generator().manual_seed(7)
+        PythonState.count = 0
+        _default.__defaults__[0].clear()
+        _cached.cache_clear()
+        for seed in (random.seed, np.random.seed, RANDOM.seed):
+            seed(7)
+
+    def forward(self, x):
+        return self.linear(x) * getattr(self, self.kind)()
+
+    def state(self):
+        """Return all states, for a comparison with an eager run."""
+        own = self.own_random.getstate(), self.numpy_generator.bit_generator.state, self.torch_generator.get_state()
+        of_process = random.getstate(), RANDOM.getstate(), np.random.get_state(legacy=False)
+        return str((self.deque, self.count, _default.__defaults__, _cached(), *own, *of_process))
+
+    # Containers and counts
+
+    def full_deque(self):  # its sum stops growing with its length
+        self.calls += 1
+        self.deque.append(self.calls)
+        return 1 + 0.01 * sum(self.deque)
+
+    def class_attribute(self):
+        type(self).count += 1
+        return 1 + 0.01 * type(self).count
+
+    def default_argument(self):
         return 1 + 0.01 * _default()
 
-    def seen(self):
-        return len(_default.__defaults__[0])
-
-
-@functools.lru_cache
-def _cached(calls):
-    return [calls]
-
-
-class LruCache(PythonState):
-    """The cached function returns a list, which the calls change."""
-
-    def start(self):
-        _cached.cache_clear()
-
-    def scale(self, x):
-        value = _cached(0)
+    def lru_cache(self):
+        value = _cached()
         value[0] += 1
         return 1 + 0.01 * value[0]
 
-    def seen(self):
-        return _cached(0)[0]
+    # Random generators
 
-
-# ------------------------------------------------------------------------------------------ random generators
-
-
-class RandomSample(PythonState):
-    def start(self):
-        random.seed(7)
-
-    def scale(self, x):
-        return 1 + 0.1 * random.sample(range(10), 1)[0]
-
-    def seen(self):
-        return random.getstate()
-
-
-class RandomUniform(RandomSample):
-    def scale(self, x):
+    def random_uniform(self):
         return random.uniform(0.5, 1.5)
 
+    def random_sample(self):
+        return 1 + 0.1 * random.sample(range(10), 1)[0]
 
-class OwnRandom(PythonState):
-    def start(self):
-        self.generator = random.Random(7)
+    def random_object(self):
+        return 1 + 0.1 * self.own_random.random()
 
-    def scale(self, x):
-        return 1 + 0.1 * self.generator.random()
+    def sample_of_object(self):
+        return 1 + 0.1 * self.own_random.sample(range(10), 1)[0]
 
-    def seen(self):
-        return self.generator.getstate()
-
-
-class OwnRandomSample(OwnRandom):
-    def scale(self, x):
-        return 1 + 0.1 * self.generator.sample(range(10), 1)[0]
-
-
-RANDOM = random.Random(7)
-
-
-class GlobalRandom(PythonState):
-    """torch 2.11 replays no draw of such an object, and breaks the graph only if Python computes with the number."""
-
-    def start(self):
-        RANDOM.seed(7)
-
-    def scale(self, x):
+    def global_object(self):  # torch 2.11 replays no draw, and breaks the graph only if Python computes with the number
         return RANDOM.uniform(0.5, 1.5)
 
-    def seen(self):
-        return RANDOM.getstate()
-
-
-class NumpyRandom(PythonState):
-    def start(self):
-        np.random.seed(7)
-
-    def scale(self, x):
+    def numpy_random(self):
         return 1 + 0.1 * np.random.rand()
 
-    def seen(self):
-        return str(np.random.get_state(legacy=False))
-
-
-class NumpyNormal(NumpyRandom):
-    def scale(self, x):
+    def numpy_normal(self):
         return torch.from_numpy(np.random.normal(size=(CLASSES,)).astype("float32"))
 
+    def numpy_object(self):
+        return 1 + 0.1 * self.numpy_generator.random()
 
-class NumpyGenerator(PythonState):
-    def start(self):
-        self.generator = np.random.default_rng(7)
+    def torch_object(self):
+        return 1 + 0.1 * torch.rand((), generator=self.torch_generator)
 
-    def scale(self, x):
-        return 1 + 0.1 * self.generator.random()
+    def seeds(self):  # each call leaves the generator in the same state, also in eager
+        random.seed(3)
+        return random.uniform(0.5, 1.5)
 
-    def seen(self):
-        return str(self.generator.bit_generator.state)
-
-
-class TorchRandom(PythonState):
-    def start(self):
-        self.generator = torch.Generator().manual_seed(7)
-
-    def scale(self, x):
-        return 1 + 0.1 * torch.rand((), generator=self.generator)
-
-    def seen(self):
-        return self.generator.get_state().tolist()
+    def draws_once(self):
+        if self.drawn is None:
+            self.drawn = random.sample([0.5, 1.0, 1.5], 1)[0]
+        return self.drawn
 
 
-# ------------------------------------------------------------------------------------------ the tests
+NAMED_IN_LIMITS = ["full_deque", "lru_cache", "numpy_normal"]
+ONLY_OF_OLDEST = ["class_attribute", "default_argument"]  # named there, too
+RANDOM_KINDS = [
+    "random_uniform", "random_sample", "random_object", "sample_of_object", "global_object", "numpy_random",
+    "numpy_object", "torch_object",
+]  # fmt: skip
+DRAWN_ONCE = ["global_object"] if IS_OLDEST else ["random_sample", "sample_of_object"]  # only while torch traces
 
 
-def run(kind: str, *callbacks: pl.Callback) -> tuple[list[float], Any]:
-    """Train a module with a kind of Python state. Return the losses and the state."""
-    module = fit(*callbacks, make=lambda: Classifier(KINDS[kind]()), train=STEPS, validation=None)
-    return module.losses, module.net.seen()
+def run(kind, *callbacks, make=Classifier):
+    """The losses and the state after a run."""
+    module = fit(*callbacks, make=lambda: make(PythonState(kind)), train=14, validation=None)
+    return module.losses, module.net.state()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*NAMED_IN_LIMITS, *ONLY_OF_OLDEST, *RANDOM_KINDS])
 def test_python_state_is_as_in_eager_or_limits_name_it(kind):
     losses, state = run(kind)
     callback = InductorCompile(baseline_steps=BASELINE_STEPS)
@@ -236,11 +141,11 @@ def test_python_state_is_as_in_eager_or_limits_name_it(kind):
     assert report.graphs >= 1
     codes = {event["code"] for event in report.diagnostics.events if event["kind"] == "fallback"}
     is_equal = np.allclose(found_losses, losses, rtol=1e-4, atol=1e-5) and found_state == state
-    assert is_equal == (kind not in NOT_AS_EAGER)
+    assert is_equal == (kind not in NAMED_IN_LIMITS and not (IS_OLDEST and kind in ONLY_OF_OLDEST))
     assert ("CC306" in codes) == (kind in DRAWN_ONCE)
 
 
-class _DrawsBetween(Classifier):
+class DrawsBetween(Classifier):
     """Python's generator is also used between the calls of the target."""
 
     def training_step(self, batch, batch_idx):
@@ -248,41 +153,16 @@ class _DrawsBetween(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class _Seeds(PythonState):
-    """Each call leaves the generator in the same state, also in eager."""
-
-    def scale(self, x):
-        random.seed(3)
-        return random.uniform(0.5, 1.5)
-
-
-class _DrawsOnce(PythonState):
-    """Only the first call draws."""
-
-    def start(self):
-        self.drawn = None
-
-    def scale(self, x):
-        if self.drawn is None:
-            self.drawn = random.sample([0.5, 1.0, 1.5], 1)[0]
-        return self.drawn
-
-
-def draws_between(net, *callbacks):
-    random.seed(0)
-    return fit(*callbacks, make=lambda: _DrawsBetween(net()), train=STEPS, validation=None)
-
-
 @pytest.mark.parametrize("baseline_steps", [0, BASELINE_STEPS])
-@pytest.mark.parametrize("net", [RandomSample, _Seeds, _DrawsOnce])
+@pytest.mark.parametrize("kind", ["random_sample", "seeds", "draws_once"])
 @pytest.mark.filterwarnings("ignore:target 'net' runs eagerly")
-def test_target_runs_eagerly_if_torch_draws_while_it_traces(net, baseline_steps):
+def test_target_runs_eagerly_if_torch_draws_while_it_traces(kind, baseline_steps):
     callback = InductorCompile(baseline_steps=baseline_steps)
-    compiled = draws_between(net, callback)
-    np.testing.assert_allclose(compiled.losses, draws_between(net).losses, rtol=1e-4)
+    losses, _ = run(kind, callback, make=DrawsBetween)
+    np.testing.assert_allclose(losses, run(kind, make=DrawsBetween)[0], rtol=1e-4)
     assert callback.report.train.graphs >= 1
-    # torch 2.11 draws outside of the graph. After the baseline, `_DrawsOnce` draws no more.
-    draws_in_trace = not IS_OLDEST and not (net is _DrawsOnce and baseline_steps)
+    # torch 2.11 draws outside of the graph. After the baseline, `draws_once` draws no more.
+    draws_in_trace = not IS_OLDEST and not (kind == "draws_once" and baseline_steps)
     assert callback.report.train.fallbacks == int(draws_in_trace)
 
 
@@ -294,7 +174,6 @@ def test_verify_decides_what_a_constant_draw_does(verify):
         "warn": pytest.warns(CompileWarning, match="drew random numbers of Python .*CC306"),
         "raise": pytest.raises(CompileError, match="CC306"),
     }
-    net = GlobalRandom if IS_OLDEST else RandomSample
     with expected[verify]:
-        fit(callback, make=lambda: Classifier(net()), validation=None)
+        run(DRAWN_ONCE[0], callback)
     assert callback.report.train.fallbacks == (verify == "warn")
