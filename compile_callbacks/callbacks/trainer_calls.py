@@ -16,7 +16,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
 from compile_callbacks._utils.errors import warn_user, with_code
@@ -97,7 +96,9 @@ class TrainerCalls:
             _unwrap_compiled(pl_module, self.arguments, trainer)  # again, because configure_model runs after setup
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
-            keeps_graph = not pl_module.automatic_optimization or is_overridden("backward", pl_module)
+            # Lightning's `is_overridden` raises for a module of the package pytorch_lightning.
+            is_lightnings = type(pl_module).backward.__module__.startswith(("lightning.", "pytorch_lightning."))
+            keeps_graph = not (pl_module.automatic_optimization and is_lightnings)
             settings = dataclasses.replace(arguments.target_settings, keeps_graph=keeps_graph)
             session = self.session = Session(
                 pl_module,
