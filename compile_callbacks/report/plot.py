@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import statistics
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _EAGER_COLOR = "#8c8c8c"
 _COMPILED_COLOR = "#2b6cb0"
 _COMPILING_COLOR = "#dd6b20"
-_ORDER = ("eager", "compiled", "compiling")
-_CANDIDATES = ("#b794f4", "#81c784", "#e6b800", "#f48fb1", "#4dd0e1", "#a1887f")
 
 
 class _NotebookFigure(Figure):
@@ -69,44 +67,32 @@ def plot_report(report: RunReport) -> Figure:
 
 
 def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
-    """Draw the times of eager and compiled steps. The axis starts at zero."""
+    """Draw the times of eager steps and of compiled steps with the settings of the phase. The axis starts at zero."""
     axes.set_title("step time in ms", loc="left", fontsize=9)
-    series = report.diagnostics.series
-    candidates = iter(_CANDIDATES * len(series))
-    for entry in sorted(series, key=lambda entry: _ORDER.index(entry["kind"])):
-        if entry["kind"] == "compiling":
+    times: list[float] = []
+    medians: list[float] = []
+    for entry in report.diagnostics.series:
+        if entry["kind"] == "compiling" or entry["candidate"] not in (None, report.mode):
             continue
-        steps = entry["steps"]
-        eager, is_chosen = entry["kind"] == "eager", entry["candidate"] in (None, report.mode)
-        color = _EAGER_COLOR if eager else _COMPILED_COLOR if is_chosen else next(candidates)
-        name = "eager" if eager else entry["candidate"] or entry["kind"]
-        label = in_one_line(name, 26) + ("" if is_chosen else ", tried")
+        steps, eager = entry["steps"], entry["kind"] == "eager"
+        color = _EAGER_COLOR if eager else _COMPILED_COLOR
         known = report.eager_step_ms if eager else report.compiled_step_ms
-        median = known if is_chosen and known is not None else statistics.median(entry["ms"])
+        median = statistics.median(entry["ms"]) if known is None else known
+        label = f"{in_one_line(entry['candidate'] or entry['kind'], 26)}: {median:.3g} ms"
         axes.scatter(steps, entry["ms"], s=18 if len(steps) <= 60 else 6, color=color, alpha=0.55, lw=0, zorder=2)
         # The eager median is the baseline of the whole run.
         ends, style = ((1, last), "--") if eager else ((min(steps), max(steps)), "-")
-        axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=f"{label}: {median:.3g} ms")
-    axes.set_ylim(0, _top(report))
+        axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=label)
+        times += entry["ms"]
+        medians.append(median)
+    if medians:
+        axes.set_ylim(0, 1.15 * min(max(times + medians), 2 * max(medians)))  # a few slow steps would flatten the curve
 
 
 def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
-    """Mark the steps that compiled. Mark compiles outside timed steps at the left edge."""
+    """Mark the steps that compiled."""
     steps = [step for entry in report.diagnostics.series if entry["kind"] == "compiling" for step in entry["steps"]]
-    compiles = [event for event in report.diagnostics.events if event["kind"] == "compile"]
-    outside = sum("step" not in event for event in compiles)
-    lines: Any = {"transform": axes.get_xaxis_transform(), "lw": 1.1, "alpha": 0.8, "zorder": 1}
     if steps:
         label = "step that compiles" if len(steps) == 1 else f"{len(steps)} steps that compile"
-        axes.vlines(steps, 0, 1, color=_COMPILING_COLOR, label=label, **lines)
-    if outside:
-        label = f"{outside} compile{'s' if outside > 1 else ''} outside these steps"
-        axes.vlines([0.7], 0, 1, color=_COMPILING_COLOR, ls=":", label=label, **lines)
-
-
-def _top(report: PhaseReport) -> float:
-    """Return the upper end of the axis, above all medians. A few slow steps would flatten the curve."""
-    times: list[list[float]] = [entry["ms"] for entry in report.diagnostics.series if entry["kind"] != "compiling"]
-    times = times or [entry["ms"] for entry in report.diagnostics.series]
-    medians = [report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0, *map(statistics.median, times)]
-    return 1.15 * min(max(*medians, *map(max, times)), 2 * max(medians))
+        across = axes.get_xaxis_transform()
+        axes.vlines(steps, 0, 1, color=_COMPILING_COLOR, label=label, transform=across, lw=1.1, alpha=0.8, zorder=1)

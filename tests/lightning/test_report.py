@@ -8,7 +8,6 @@ import math
 
 import lightning.pytorch as pl
 import pytest
-import torch
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS
@@ -16,7 +15,7 @@ from compile_callbacks.report.data import PhaseDiagnostics
 from compile_callbacks.report.figures import figure
 from compile_callbacks.report.summary import describe_verdict
 from compile_callbacks.report.table import to_markdown
-from tests.support.models import FEATURES, Classifier, RecordingLogger, fit, loader, trainer
+from tests.support.models import Classifier, RecordingLogger, fit, loader, trainer
 from tests.support.step_times import TimedSteps, Times
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -163,18 +162,6 @@ def test_plot_tells_that_steps_cannot_be_compared_and_what_to_do():
     assert title.replace("\n", " ").endswith(
         describe_verdict("train", dataclasses.replace(measured, diagnostics=details))
     )
-
-
-@pytest.mark.usefixtures("recompiles_at_once")
-def test_plot_marks_a_compile_outside_the_steps():
-    class CallsNet(Classifier):
-        def on_train_epoch_end(self):
-            self.net(torch.zeros(2, FEATURES))
-
-    callback = InductorCompile({"dynamic": False}, None, baseline_steps=0, verify="off")
-    fit(callback, make=CallsNet, train=6, validation=None)
-    for axes in axes_of(callback.report):
-        assert set(legend(axes)) >= {"step that compiles", "1 compile outside these steps"}
 
 
 def test_series_of_a_long_run_is_short_and_survives_json():
