@@ -123,19 +123,19 @@ def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
     """Return the relative error of all gradients of a step together."""
     names = [name for at, name in eager.values if at == step and name.startswith("gradient")]
     pairs = [(run.values.get((step, name)), eager.values[step, name]) for name in names]
-    tensors = [
-        (a.double(), b.double()) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    ]
-    difference, norm = (
-        math.sqrt(sum(float(t.square().sum()) for t in gradients))
-        for gradients in ([a - b for a, b in tensors], [b for _, b in tensors])
-    )
-    return difference / norm if norm else 0.0
+    tensors = [pair for pair in pairs if all(isinstance(value, torch.Tensor) for value in pair)]
+    norm = math.hypot(*(float(_double(b).norm()) for _, b in tensors))
+    return math.hypot(*(float((_double(a) - _double(b)).norm()) for a, b in tensors)) / norm if norm else 0.0
+
+
+def _double(tensor: Any) -> torch.Tensor:
+    result: torch.Tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float64))  # complex128 if complex
+    return result
 
 
 def _shown(values: _Values, step: int, name: str) -> str:
     value = values.get((step, name), "nothing")
-    return f"a norm of {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+    return f"a norm of {float(_double(value).norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)[:80]
 
 
 def _error(value: Any, eager: Any) -> float:
@@ -149,8 +149,8 @@ def _error(value: Any, eager: Any) -> float:
     equal = (value == eager) | ((value != value) & (eager != eager))  # or NaN
     if not (eager.is_floating_point() or eager.is_complex()):
         return 0.0 if equal.all() else math.inf
-    difference = torch.where(equal, 0, value - eager).double().norm()
-    error = float(difference / (eager.nan_to_num().double().norm() + _TINY * math.sqrt(eager.numel())))
+    difference = _double(torch.where(equal, 0, value - eager)).norm()
+    error = float(difference / (_double(eager.nan_to_num()).norm() + _TINY * math.sqrt(eager.numel())))
     return math.inf if math.isnan(error) else error
 
 

@@ -149,6 +149,7 @@ class Ordinary(Classifier):
         )
         super().__init__(Wrapper(net))
         self.draws = random.Random(0)
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx) * (1 + self.draws.random())
@@ -197,6 +198,7 @@ class Meddles(CompilesByHand):
 MEDDLINGS = {
     "weight": (lambda t, m: m.net.net[0].weight.data.mul_(1.1), "gradient of net.net.0"),
     "buffer": (lambda t, m: m.net.net[1].running_var.mul_(1.1), "buffer net.net.1.running_var"),
+    "imaginary": (lambda t, m: m.phases.add_(1j), "buffer phases"),
     "optimizer": (lambda t, m: t.optimizers[0].param_groups[0].update(lr=0.02), "optimizer 0 param_groups 0 lr"),
     "attribute": (lambda t, m: setattr(m.net, "note", ["changed"]), "attribute of net note 0"),
     "own_generator": (lambda t, m: m.draws.random(), "attribute of the module draws"),
