@@ -46,7 +46,6 @@ class CompiledFunction:
     the last `OF_LAST_CALLS` calls did, torch compiles again.
 
     Attributes:
-        call: The function, or ``None`` before `get` makes it.
         calls: The number of calls of the function.
         recompile_after: The number of calls without a fitting graph after which torch compiles again.
         hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
@@ -65,7 +64,6 @@ class CompiledFunction:
         fallback: EagerFallback,
         observed: ObservedCalls,
     ) -> None:
-        self.call: Callable[..., Any] | None = None
         self.calls = 0
         self.recompile_after: float = RECOMPILE_AFTER
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
@@ -94,20 +92,14 @@ class CompiledFunction:
             self.hooks_seen = _torch.dynamo.hooks_registered()
             has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._target.members)
             if not self._guards_hooks and any(has_hooks):
-                self._guards_hooks, self.call = True, None
-        return self.call or self._compile()
-
-    def free(self) -> None:
-        """Free the compiled code with its frozen weights. The next call compiles again."""
-        self.call = None
-        self.eager_frames.clear()
-        self._compiled_code.clear()
-        self._backend.free()
+                self._guards_hooks, self._backend.function = True, None
+        return self._backend.function or self._compile()
 
     def _compile(self) -> Callable[..., Any]:
         name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
         function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
+        self.eager_frames.clear()
         self._compiled_code.clear()
         self._always_compiles = (
             self._config.fullgraph  # torch 2.15 raises "found no compiled frames" if the call runs eagerly
@@ -117,7 +109,7 @@ class CompiledFunction:
             or any(isinstance(part, nn.SyncBatchNorm) for part in self._target.members[0].module.modules())
         )
         CompiledFunction._compiles += 1
-        self.call = _torch.frames.compile_function(
+        self._backend.function = compiled = _torch.frames.compile_function(
             function,
             # An object of its own, because torch older than 2.13 runs code behind a graph break again if its backend is
             # equal, also if the code was freed.
@@ -128,7 +120,7 @@ class CompiledFunction:
             # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
             splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
         )
-        return self.call
+        return compiled
 
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low."""

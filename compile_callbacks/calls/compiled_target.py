@@ -91,7 +91,7 @@ class CompiledTarget:
             if outer is None or not outer.missed:  # otherwise, the outer call counts
                 self._count_eager_call(executions.graphs)
             return member.eager(*args, **kwargs)
-        compiled = function.call
+        compiled = self.backend.function
         if compiled is None or self._frozen or hooks_changed:
             if self._frozen:
                 self._free_if_weights_changed()
@@ -109,7 +109,7 @@ class CompiledTarget:
         except Exception:
             if not call.nothing_ran:
                 if call.recompiles_in_next_call:
-                    self.function.free()
+                    self.backend.free()
                 self._store_outcome(call)
                 raise
         finally:
@@ -210,7 +210,7 @@ class CompiledTarget:
 
     def _free_if_weights_changed(self) -> None:
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
-            self.function.free()  # because each set of frozen weights would stay in memory
+            self.backend.free()  # because each set of frozen weights would stay in memory
             _torch.inductor.collect_unused_code()
             self._refreezes += not self._weights_are_suspect  # a change between two stages does not count
             if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:

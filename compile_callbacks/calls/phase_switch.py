@@ -217,7 +217,7 @@ class PhaseSwitch:
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
-            compiled_target.function.free()
+            compiled_target.backend.free()
         _torch.inductor.collect_unused_code()
 
     def invalidate_weights(self, *, new_stage: bool) -> None:
@@ -227,7 +227,7 @@ class PhaseSwitch:
 
     def _free(self, keys: Collection[Any]) -> None:
         for key in keys:
-            self._compiled_targets.pop(key).function.free()
+            self._compiled_targets.pop(key).backend.free()
         if keys:
             _torch.inductor.collect_unused_code()
 

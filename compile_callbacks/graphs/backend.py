@@ -40,6 +40,7 @@ class GraphBackend:
     """
 
     def __init__(self, target: Target, config: InductorConfig, fallback: EagerFallback) -> None:
+        self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
         self.graphs = 0  # the number of compiled graphs
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
@@ -250,7 +251,8 @@ class GraphBackend:
     # ------------------------------------------------------------------------------------------ memory
 
     def free(self) -> None:
-        """Free the compiled code, with its frozen weights."""
+        """Free the compiled code, with its frozen weights. The next call of the target compiles again."""
+        self.function = None
         for graph in self.requested:
             graph.cancel()
         self.requested.clear()

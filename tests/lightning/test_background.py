@@ -175,7 +175,7 @@ def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
     callback, module = InductorCompile(background=True, keep_compiled=True), seeded()
     trainer(callback, max_steps=14, max_epochs=-1).fit(module, loader())
     assert callback.report.train.graphs == 0
-    x = torch.ones(4, 8, requires_grad=True)
+    x = torch.ones(4, 8)  # as a batch of the run
     for _ in range(2):
         module.net(x).sum().backward()
     report = callback.report.train
