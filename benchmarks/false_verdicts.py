@@ -26,7 +26,7 @@ from tables import Row, in_order, parser_for, print_table, save, say
 from torch import nn
 
 from compile_callbacks import Tune
-from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.comparison import Comparison
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer

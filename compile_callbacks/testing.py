@@ -120,7 +120,6 @@ def assert_same_training(
 
 
 def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
-    """Return the relative error of all gradients of a step together."""
     names = [name for at, name in eager.values if at == step and name.startswith("gradient")]
     pairs = [(run.values.get((step, name)), eager.values[step, name]) for name in names]
     tensors = [pair for pair in pairs if all(isinstance(value, torch.Tensor) for value in pair)]

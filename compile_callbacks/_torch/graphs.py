@@ -191,7 +191,6 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the arguments that an operator may write."""
     if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator, such as the call of a Triton kernel
         return () if "flex_attention" in operator.name() else (args, kwargs)
     arguments = operator._schema.arguments

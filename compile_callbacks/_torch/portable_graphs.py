@@ -56,7 +56,7 @@ class NotPortableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorInput:
-    """An input of a graph. Sizes, strides and the offset are integers or expressions of `Request.symbols`."""
+    """An input of a graph. Sizes, strides and the offset are integers or expressions of `PortableGraph.symbols`."""
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -143,8 +143,7 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
-    known = {name: value for name, value in options.items() if name.startswith("triton.cudagraph")}
-    with config.patch(known):
+    with config.patch({name: value for name, value in options.items() if name.startswith("triton.cudagraph")}):
         compiled: Callable[..., Any] = AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
         return compiled
 
@@ -241,7 +240,6 @@ _NOT_PORTABLE_OPERATORS = (
 
 
 def _modules_of_operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
-    """Return the modules that register the custom operators of a graph."""
     from torch._library.custom_ops import OPDEFS
 
     modules = set()

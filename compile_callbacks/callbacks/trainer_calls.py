@@ -131,7 +131,6 @@ class TrainerCalls:
         self._write_report(trainer, exception)
 
     def _is_nested(self, trainer: Trainer) -> bool:
-        """Return whether a hook of a trainer belongs to a nested call."""
         while self._nested and self._nested[-1] is not trainer:  # another callback raised in ``on_exception``
             self._nested.pop()
         return bool(self._nested)

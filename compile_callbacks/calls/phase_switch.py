@@ -15,7 +15,7 @@ from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.dispatcher import Dispatcher
 from compile_callbacks.calls.frozen_weights import unwatchable_reason
 from compile_callbacks.calls.observed_calls import CallRecords
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.graphs.failures import TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder

@@ -201,7 +201,6 @@ class TargetSearch:
 
 @contextlib.contextmanager
 def _removed(probes: Sequence[CallProbe], standing: Collection[CallProbe]) -> Iterator[None]:
-    """Remove probes within the ``with`` block."""
     for probe in probes:
         probe.remove()
     try:

@@ -1,4 +1,4 @@
-"""`InductorConfig`: the compiler settings of one phase. `as_config` converts a ``mode`` argument to a config."""
+"""`InductorConfig`: the compiler settings of one phase. `Variant`: a config that a step can run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -249,6 +249,24 @@ def _as_text(value: object) -> str:
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return repr(value)
+
+
+class Variant(NamedTuple):
+    """A config that a step can run, with its name. Eager is a variant without a config.
+
+    Attributes:
+        config: The config, or ``None`` if this library does not compile the step.
+        name: The name of a candidate of a `Tune`, ``"eager"``, or ``None`` for the only config of a phase.
+    """
+
+    config: InductorConfig | None = None
+    name: str | None = None
+
+
+EAGER_VARIANT = Variant(None, EAGER)
+
+WAITING_VARIANT = Variant(None, "waiting")
+"""Eager steps while another process compiles, which may slow them."""
 
 
 Mode = str | InductorConfig | Mapping[str, Any] | None

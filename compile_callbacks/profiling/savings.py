@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.variant import WAITING_VARIANT
+from compile_callbacks.config.inductor_config import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
 from compile_callbacks.profiling.steps import Workload

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import TensorSignature
-from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.spans import Span
 
 StepKind = Literal["eager", "compiled"]

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, Phase
-from compile_callbacks.config.variant import WAITING_VARIANT
+from compile_callbacks.config.inductor_config import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompilePart, EventKind, Result, Verdict
 from compile_callbacks.profiling.memory import PeakMemory

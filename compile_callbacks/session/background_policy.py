@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.variant import EAGER_VARIANT, WAITING_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, Variant
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare, median_ms
 from compile_callbacks.profiling.spans import Span

@@ -160,8 +160,6 @@ class GradModeSession(Session):
 
 
 class _Function(nn.Module):
-    """A module that calls a function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self._function = function

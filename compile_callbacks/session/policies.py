@@ -11,8 +11,7 @@ import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.cache.folder import ModelRecord, conditions
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, InductorConfig, Variant
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS

@@ -23,7 +23,7 @@ from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fing
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress

@@ -11,8 +11,7 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import InductorConfig, Variant
 from compile_callbacks.profiling.comparison import compare, median_ms
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason

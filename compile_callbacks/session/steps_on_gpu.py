@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 
 
 class StepsOnGpu:
-    """Prepares the steps of a session for CUDA graphs. If the module is not on a GPU, all methods do nothing.
+    """Prepares the steps of a session for CUDA graphs. The session calls `step_begins` only `on_gpu`.
 
     Backward passes of compiled training steps run in the thread that starts them. By default, autograd runs the
     backward pass of each GPU in a separate thread, while the calling thread waits. Each step then switches twice to a
@@ -33,12 +33,11 @@ class StepsOnGpu:
 
     def step_begins(self, phase: Phase, variant: Variant) -> None:
         """Begin a step."""
-        if self.on_gpu:
-            torch.compiler.cudagraph_mark_step_begin()
-            trains_compiled = phase == "train" and variant.config is not None
-            # Another callback of the trainer may have changed the setting already.
-            if trains_compiled and not self._several_devices and torch.autograd.is_multithreading_enabled():
-                self._one_thread = torch.autograd.set_multithreading_enabled(False)  # the constructor changes it
+        torch.compiler.cudagraph_mark_step_begin()
+        trains_compiled = phase == "train" and variant.config is not None
+        # Another callback of the trainer may have changed the setting already.
+        if trains_compiled and not self._several_devices and torch.autograd.is_multithreading_enabled():
+            self._one_thread = torch.autograd.set_multithreading_enabled(False)  # the constructor changes it
 
     def step_ends(self) -> None:
         """End a step, also after an exception within the step."""

@@ -69,7 +69,6 @@ def _is_present(root: nn.Module, name: str) -> bool:
 
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:
-    """Return the callees that a name or a glob matches."""
     if name == "forward":
         return callees_of("forward", root)
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}

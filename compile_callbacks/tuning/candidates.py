@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import InductorConfig, Variant
 from compile_callbacks.tuning.trial import Trial
 from compile_callbacks.tuning.tune import Tune
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.steps import Workload
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from compile_callbacks._utils.phases import EAGER
-from compile_callbacks.config.variant import EAGER_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare, median_ms
 from compile_callbacks.tuning.trial import Block, Trial
 from compile_callbacks.tuning.tune import AUTO, Tune
@@ -199,7 +199,6 @@ class Tuner:
         return f"{saved}, and compiling takes about {seconds:.0f} s", True
 
     def _lowest_plausible_ms(self, trial: Trial, eager_ms: float, best_ms: float) -> float:
-        """Return the lowest step time that a candidate could have."""
         if not _autotunes(trial):
             return min(eager_ms / _PLAUSIBLE_SPEEDUP[self._device_type], best_ms / _FURTHER_SPEEDUP)
         # Tuning changes kernels. It does not change how they are launched: one by one, or by a CUDA graph.
@@ -225,7 +224,6 @@ class Tuner:
         return fastest
 
     def _needs_round(self, finalist: Trial) -> bool:
-        """Return whether the final is not decided yet."""
         if self._rounds == 0:
             return True
         may_win = finalist.verdict == "undecided" and self._lost_rounds(finalist) <= MAX_LOST_ROUNDS

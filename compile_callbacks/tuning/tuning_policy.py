@@ -13,7 +13,7 @@ from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
 from compile_callbacks.config.dynamo_settings import SWITCHES, healing_settings
-from compile_callbacks.config.variant import WAITING_VARIANT, Variant
+from compile_callbacks.config.inductor_config import WAITING_VARIANT, Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
@@ -185,7 +185,6 @@ class TuningPolicy:
         return self._ranks.gather(value)[0] if self._phase == "train" else value
 
     def _block(self) -> Block:
-        """Return the measurements of this rank."""
         self._recorder.collect()
         compared = (self._compared,)
         milliseconds: dict[bool, list[float]] = {True: [], False: []}
@@ -213,7 +212,6 @@ class TuningPolicy:
         )
 
     def _events(self, since: int = 0) -> list[CompileEvent]:
-        """Return the compile events of the candidate."""
         name = self._tuner.candidate
         return [e for e in self._recorder.events[since:] if e.phase == self._phase and e.candidate == name]
 
@@ -233,7 +231,6 @@ class TuningPolicy:
 
     @property
     def _names(self) -> dict[object, str]:
-        """Return the names of the candidates by their keys."""
         return {_key(trial): name for name, trial in self._tuner.trials.items()}
 
     def _announce(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Step, Workload

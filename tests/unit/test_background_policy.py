@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from compile_callbacks.config.inductor_config import InductorConfig
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import InductorConfig, Variant
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.spans import Span

@@ -16,7 +16,7 @@ import torch
 from compile_callbacks import InductorCompile
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.profiling.comparison import compare
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.memory import PeakMemory

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compile_callbacks import InductorConfig, Tune
-from compile_callbacks.config.variant import Variant
+from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.steps import Workload
 from compile_callbacks.tuning.candidates import auto_candidates
