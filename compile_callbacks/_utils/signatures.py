@@ -11,7 +11,7 @@ import torch
 
 _CONTAINERS = (torch.Tensor, list, tuple, Mapping)
 _MAX_VALUES = 32  # a value takes about 1 µs, and each timed step needs the signature of its batch
-_MAX_INPUTS = 1000  # calls need this signature only if the compiler failed for some inputs
+_MAX_INPUTS = 1000
 _MAX_DEPTH = 8
 
 
@@ -24,16 +24,14 @@ class TensorSignature(NamedTuple):
     requires_grad: bool
 
 
-def signature(args: Any, kwargs: Any = None) -> Any:
+def signature(inputs: Any) -> Any:
     """Return a hashable description of inputs: a `TensorSignature` for each tensor, and the type of any other value.
 
-    ``args`` is a batch, or the positional inputs of a call with ``kwargs``. The function searches sequences, mappings
-    such as `transformers.BatchEncoding`, dataclasses, and the attributes of other objects such as a batch of graphs. Of
-    a large container, it reads the first entries and the length. It also ends if a batch contains itself.
+    ``inputs`` are a batch, or the inputs of a call. The function searches sequences, mappings such as
+    `transformers.BatchEncoding`, dataclasses, and the attributes of other objects such as a batch of graphs. Of a large
+    container, it reads the first entries and the length. It also ends if a batch contains itself.
     """
-    left = [_MAX_VALUES if kwargs is None else _MAX_INPUTS]
-    signature = _signature_of(args, left, _MAX_DEPTH)
-    return (signature, _signature_of(kwargs, left, _MAX_DEPTH)) if kwargs else signature
+    return _signature_of(inputs, [_MAX_VALUES], _MAX_DEPTH)
 
 
 def _signature_of(value: Any, left: list[int], depth: int) -> Any:
@@ -42,18 +40,8 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            signatures: list[Any] = []
-            for item in value:  # without further functions, because each timed step needs the signature of its batch
-                if left[0] <= 0:
-                    break
-                if isinstance(item, torch.Tensor):
-                    left[0] -= 1
-                    signatures.append(
-                        TensorSignature(tuple(item.shape), item.dtype, item.device.type, item.requires_grad)
-                    )
-                else:
-                    signatures.append(_signature_of(item, left, depth - 1))
-            return tuple(signatures) if len(signatures) == len(value) else (*signatures, len(value))
+            signatures = tuple(_signature_of(item, left, depth - 1) for item in _while_left(value, left))
+            return signatures if len(signatures) == len(value) else (*signatures, len(value))
         if (entries := _entries(value)) is not None:
             return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
     return type(value)

@@ -261,7 +261,6 @@ class AOTInductorExport(Callback):
             self._batches[stage] = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), batch)
 
     def _example_call(self, pl_module: LightningModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the example inputs of the exported module, by position and by name."""
         example = pl_module.example_input_array if self.target is None else None
         if example is not None and self.inputs is None:
             return _args_and_kwargs(example)

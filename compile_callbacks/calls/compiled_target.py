@@ -181,13 +181,13 @@ class CompiledTarget:
         # checkpoint, the compiled function therefore continues, and runs graphs that differ from eager eagerly.
         if self._runs_target_eagerly and not _torch.autograd.saves_through_hooks():
             return True
-        return bool(self._uncompilable) and signature(args, kwargs) in self._uncompilable
+        return bool(self._uncompilable) and signature((args, kwargs)) in self._uncompilable
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
         if self.fallback.settings.on_error == "raise":
             raise self.fallback.as_compile_error(failure) from failure
         if call.nothing_ran:
-            self._uncompilable.add(signature(call.args, call.kwargs))
+            self._uncompilable.add(signature((call.args, call.kwargs)))
         self.fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
 
     def _warn_of_transform(self) -> None:

@@ -355,7 +355,6 @@ class Session:
         return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
 
     def _save_record(self) -> None:
-        """Write the observed shapes and the compile times to the model's file."""
         if self._model_record is not None:
             for phase, varying in self._observed.state().items():
                 self._model_record.update("shapes", phase, varying)
