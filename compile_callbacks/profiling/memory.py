@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,13 @@ _MEASURED_STEPS = 5
 reading the allocator's statistics in each step would take too long."""
 
 _Key = tuple[Phase, str | None]  # the phase, and the name of the variant
+
+
+class Peak(NamedTuple):
+    """The peak memory of a step, or an upper bound for it."""
+
+    mib: float | None = None
+    at_most_mib: float | None = None  # the peak of the process, if the step did not raise it
 
 
 class PeakMemory:
@@ -47,7 +55,8 @@ class PeakMemory:
         self._measured[key] += 1
         self._peaks[key] = max(self._peaks.get(key, (False, 0)), (after > before, after))
 
-    def peak_mib(self, phase: Phase, variant: str | None = None) -> float | None:
-        """Return the highest peak of the measured steps, or that of the process if no step raised it."""
-        _, peak_bytes = self._peaks.get((phase, variant), (False, 0))
-        return peak_bytes / 2**20 or None
+    def peak(self, phase: Phase, variant: str | None = None) -> Peak:
+        """Return the highest peak of the measured steps."""
+        raised, peak_bytes = self._peaks.get((phase, variant), (False, 0))
+        mib = peak_bytes / 2**20 or None
+        return Peak(mib=mib) if raised else Peak(at_most_mib=mib)

@@ -32,6 +32,11 @@ def _step(side: str, report: PhaseReport) -> str:
     return cell(median, "{:.2f}") + ("" if spread is None else f" ± {spread / 2:.2f}")
 
 
+def _peak(prefix: str, details: PhaseDiagnostics) -> str:
+    mib = getattr(details, f"{prefix}peak_memory_mib")
+    return cell(getattr(details, f"{prefix}peak_memory_at_most_mib") if mib is None else mib, "{:.0f}")
+
+
 def _samples(report: PhaseReport) -> str:
     eager, compiled = report.diagnostics.eager_samples, report.diagnostics.compiled_samples
     return NOTHING if eager is None or compiled is None else f"{eager} / {compiled}"
@@ -72,19 +77,27 @@ class PhaseDiagnostics(Figures):
     )
     """The two ends of the 95% confidence interval of `eager_step_ms / compiled_step_ms`. Empty for too few samples."""
     eager_peak_memory_mib: float | None = figure(
-        lambda facts: facts.memory.peak_mib(facts.phase, EAGER), "speed", "{:.0f}"
+        lambda facts: facts.memory.peak(facts.phase, EAGER).mib, "speed", partial(_peak, "eager_")
     )
-    """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. It is the peak
-    of the process if these steps did not raise that peak."""
+    """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the peak
+    of the process, the row shows the peak of the process."""
+    eager_peak_memory_at_most_mib: float | None = figure(
+        lambda facts: facts.memory.peak(facts.phase, EAGER).at_most_mib
+    )
+    """An upper bound of this peak if eager steps did not raise the peak of the process."""
     peak_memory_mib: float | None = figure(
-        lambda facts: facts.memory.peak_mib(facts.phase, facts.candidate),
+        lambda facts: facts.memory.peak(facts.phase, facts.candidate).mib,
         "speed",
-        "{:.0f}",
+        partial(_peak, ""),
         row="compiled peak memory MiB",
         scalar="step/PHASE/peak_memory_mib",
         limit="most",
     )
-    """Peak GPU memory of a compiled step, in MiB, or of the process as above."""
+    """Peak GPU memory of a compiled step, in MiB."""
+    peak_memory_at_most_mib: float | None = figure(
+        lambda facts: facts.memory.peak(facts.phase, facts.candidate).at_most_mib
+    )
+    """An upper bound of this peak if compiled steps did not raise the peak of the process."""
     load_seconds: float | None = figure(lambda facts: facts.seconds("compile", "load"))
     """The share of `compile_seconds` that loaded code of the helper process. The rest captured the graphs."""
     waiting_steps: int = figure(lambda facts: facts.waiting_steps, "compile", COUNT, default=0, row="steps meanwhile")

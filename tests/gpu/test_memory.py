@@ -139,4 +139,5 @@ def test_the_users_own_peak_is_that_of_the_whole_run():
 
     ours = InductorCompile(targets=["net"], baseline_steps=3)
     assert peak(ours) >= 2**30
-    assert ours.report.train.diagnostics.eager_peak_memory_mib >= 1024
+    assert ours.report.train.diagnostics.eager_peak_memory_mib is None
+    assert ours.report.train.diagnostics.eager_peak_memory_at_most_mib >= 1024

@@ -19,7 +19,7 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.profiling.comparison import compare
 from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.memory import PeakMemory
+from compile_callbacks.profiling.memory import Peak, PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import MAX_WINDOWS, WINDOW_STEPS, StepTimer
@@ -179,7 +179,7 @@ def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason, mo
 MIB = 2**20
 
 
-def test_a_peak_is_that_of_the_steps_or_of_the_process(monkeypatch):
+def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):
     """The user's own code may read the peak of torch's CUDA allocator, so it is not reset."""
     allocated = [100]  # MiB
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(allocated) * MIB)
@@ -191,15 +191,15 @@ def test_a_peak_is_that_of_the_steps_or_of_the_process(monkeypatch):
         allocated.append(mib)
         memory.stop(traced=traced)
 
-    assert memory.peak_mib("train", "eager") is None
+    assert memory.peak("train", "eager") == Peak()
     for mib in (300, 938, 700):
         step(mib, compiled=False)
     step(950, compiled=True, traced=True)  # the compiler used this memory
     step(207, compiled=True)
-    assert memory.peak_mib("train", "eager") == 938
-    assert memory.peak_mib("train") == 950  # the peak of the process
+    assert memory.peak("train", "eager") == Peak(mib=938)
+    assert memory.peak("train") == Peak(at_most_mib=950)
     step(1000, compiled=True)
-    assert memory.peak_mib("train") == 1000
+    assert memory.peak("train") == Peak(mib=1000)
 
 
 WORK = Workload("train", "", ())
