@@ -32,7 +32,6 @@ class CallInProgress:
         code: The code of the frame that Dynamo converts.
         eventful: Whether any attribute below differs from its default.
         traced: Whether Dynamo traced a frame.
-        graphs: The number of new graphs.
         failure: The exception of a compiler that failed on a frame.
         nothing_ran: Whether the failure came before any of the target's code ran.
         failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
@@ -43,7 +42,6 @@ class CallInProgress:
     """
 
     eventful = traced = nothing_ran = recompiles_in_next_call = runs_target_eagerly = False
-    graphs = 0
     failure: BaseException | None = None
     failed_frames: tuple[Any, ...] = ()
     constant_draws: tuple[str, ...] = ()
