@@ -93,8 +93,18 @@ class InductorCompile(Callback):
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}  # before any other variable exists
-        check_type("keep_compiled", given.pop("keep_compiled"), bool, "True or False")
+        check_type("keep_compiled", keep_compiled, bool, "True or False")
+        given: dict[str, Any] = {
+            "train_mode": train_mode,
+            "infer_mode": infer_mode,
+            "targets": targets,
+            "passes": passes,
+            "baseline_steps": baseline_steps,
+            "background": background,
+            "on_error": on_error,
+            "verify": verify,
+            "cache_dir": cache_dir,
+        }
         self.arguments = CompileArguments.checked(**given)
         self.keep_compiled = keep_compiled
         self._given = {**given, "keep_compiled": keep_compiled}

@@ -125,7 +125,8 @@ class TargetSearch:
             result = probe.below(*args, **kwargs)
         finally:
             self._in_method = None
-        if any(inner.callee.module is probe.callee.module and _is_call(inner) for inner in called):
+        module = probe.callee.module
+        if any(inner.callee.module is module and inner.callee.method in (None, "forward") for inner in called):
             self._drop([probe])
         elif called or any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             self._add(probe)
@@ -209,10 +210,6 @@ def _removed(probes: Sequence[CallProbe], standing: Collection[CallProbe]) -> It
         for probe in probes:
             if probe in standing:
                 probe.install()
-
-
-def _is_call(probe: CallProbe) -> bool:
-    return probe.callee.method in (None, "forward")
 
 
 def _key(callee: Callee) -> tuple[int, str | None]:

@@ -75,7 +75,15 @@ def compile_phases(
         >>> report_of(double).infer.mode
         'max-autotune-no-cudagraphs'
     """
-    given = {name: value for name, value in locals().items() if name != "module"}  # before any other variable exists
+    given: dict[str, Any] = {
+        "train_mode": train_mode,
+        "infer_mode": infer_mode,
+        "targets": targets,
+        "passes": passes,
+        "on_error": on_error,
+        "verify": verify,
+        "cache_dir": cache_dir,
+    }
     if module is None:
         return functools.partial(compile_phases, **given)
     if not callable(module) or isinstance(module, type):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parameter import is_lazy
 
 from compile_callbacks._utils.errors import warn_user
@@ -33,14 +32,9 @@ def group_targets(
         if (reason := callee.uncompilable_reason()) is None:
             structure = (callee.method, callee.override, structure_of(callee.module))
             alike.setdefault(structure if shares(callee) else key, []).append(callee)
-        elif _is_first_process():
+        elif not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
             warn_user("CC104", f"target {callee.name!r} is not compiled: {reason}")
     return [Target(name_of(root, [callee.name for callee in members]), tuple(members)) for members in alike.values()]
-
-
-def _is_first_process() -> bool:
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank())
 
 
 # ---------------------------------------------------------------------------------------------- structure
