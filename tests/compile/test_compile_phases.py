@@ -69,25 +69,22 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(with_fabric):
     assert compile_phases(module, passes=[watch]) is module
     torch.testing.assert_close(trained(module, fabric), trained(seeded(mlp)), rtol=1e-4, atol=1e-5)
     assert watch.seen == [("train", False), ("train", False), ("infer", True)]
-    report = report_of(module)
-    assert (report.train.graphs, report.infer.graphs) == (1, 1)
-    assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
-    assert report.train.compile_seconds > 0
-    assert report.train.compiled_step_ms is None
+    assert_two_graphs(report_of(module))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_module_of_fabric_is_compiled_without_its_wrapper(precision):
-    def prepare(model):
-        wrapped.append(compile_phases(model, verify="raise"))
+def assert_two_graphs(report):
+    for phase in (report.train, report.infer):
+        assert (phase.graphs, phase.verified, phase.compiled_step_ms) == (1, "equal 1", None)
+        assert phase.compile_seconds > 0
 
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 0.02)])
+def test_a_module_of_fabric_is_compiled_without_its_wrapper(precision, tolerance):
     wrapped, module = [], seeded(mlp)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
-    losses = trained(module, fabric, prepare)
-    close = {"rtol": 1e-4, "atol": 1e-5} if precision == "32-true" else {"rtol": 0.02, "atol": 0.02}
-    torch.testing.assert_close(losses, trained(seeded(mlp), fabric), **close)
-    report = report_of(wrapped[0])
-    assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
+    losses = trained(module, fabric, lambda model: wrapped.append(compile_phases(model, verify="raise")))
+    torch.testing.assert_close(losses, trained(seeded(mlp), fabric), rtol=tolerance, atol=tolerance)
+    assert_two_graphs(report_of(wrapped[0]))
     assert set(wrapped[0].state_dict()) == set(mlp().state_dict())
     restore(wrapped[0])
     assert "_compiled_call_impl" not in vars(module)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo.symbolic_convert
-from torch import nn
 
-from compile_callbacks import CompileError, CompileWarning, InductorCompile, InductorConfig
+from compile_callbacks import CompileError, CompileWarning, InductorCompile
 from tests.support.against_eager import assert_fits_as_eager
 from tests.support.faults import FAULTS, MATRIX, PLACES, RAGGED, RAGGED_BATCHES, Fault, Net, run_of
-from tests.support.models import Classifier, Wrapper, batches_of, fit
+from tests.support.models import Classifier, fit
 
 pytestmark = pytest.mark.usefixtures("no_codegen", "recompiles_at_once")
 
@@ -118,82 +114,6 @@ def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
     assert (train, infer) == (1, 1)
     (reason,) = [event["reason"] for event in events if event["kind"] == "fallback"]
     assert "ompiler" in reason or environment["CC"] in reason  # Triton's reason names the file alone
-
-
-# ------------------------------------------------------------------------------------------ behind a graph break
-
-
-class Broken(Net):
-    """A graph break between a batch norm and dropout, and the rest."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.dropout(self.first(x), 0.5, self.training)
-        torch._dynamo.graph_break()
-        return self.last(x)
-
-
-@contextlib.contextmanager
-def failing_behind_the_break() -> Iterator[None]:
-    translator = torch._dynamo.symbolic_convert.InstructionTranslator
-    real = translator.run
-
-    def run(self: Any) -> Any:
-        if self.f_code.co_name.startswith("torch_dynamo_resume"):
-            raise MemoryError("no memory")
-        return real(self)
-
-    with mock.patch.object(translator, "run", run):
-        yield
-
-
-@pytest.mark.all_versions
-def test_a_failure_behind_a_graph_break_does_not_run_what_ran_before_it_again():
-    callback = InductorCompile(
-        InductorConfig(options={"fallback_random": True}), None, targets=["net"], baseline_steps=0
-    )
-    with pytest.warns(CompileWarning, match="'net' .*train phase.*MemoryError"), failing_behind_the_break():
-        assert_fits_as_eager(callback, **run_of(lambda: Broken(PLACES[0])))
-    assert callback.report.train.fallbacks >= 1
-
-
-# ------------------------------------------------------------------------------------------ too many recompiles
-
-
-@pytest.mark.all_versions
-def test_shapes_beyond_the_recompile_limit_are_reported_as_eager():
-    callback = InductorCompile(InductorConfig(dynamic=False), None, targets=["net"], baseline_steps=0)
-    with (
-        torch._dynamo.config.patch(recompile_limit=3),
-        pytest.warns(CompileWarning, match="'net'.*recompile.limit") as caught,
-    ):
-        assert_fits_as_eager(callback, train=batches_of(2, 3, 4, 5, 6, 7), validation=None)
-    assert len([w for w in caught if issubclass(w.category, CompileWarning)]) == 1
-    assert callback.report.train.graphs == 3
-    assert callback.report.train.fallbacks >= 1
-
-
-class CountsBehindBreak(Wrapper):
-    """Counts its calls behind a graph break, so that torch recompiles the code behind the break in each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        self.calls += 1
-        return self.net(x * (self.calls / self.calls))
-
-
-@pytest.mark.all_versions
-def test_one_phase_does_not_use_up_the_recompile_limit_of_the_other():
-    """Before torch 2.13, both phases share the code behind a graph break."""
-    callback = InductorCompile(targets=["net"], baseline_steps=0)
-    with torch._dynamo.config.patch(recompile_limit=4):
-        fit(callback, make=lambda: Classifier(CountsBehindBreak()), train=4, validation=batches_of(4))
-    for phase in (callback.report.train, callback.report.infer):
-        assert (phase.fallbacks, phase.diagnostics.steps.get("eager", 0)) == (0, 0)
-    assert callback.report.infer.graphs == 1
 
 
 # ------------------------------------------------------------------------------------------ errors of the user's code

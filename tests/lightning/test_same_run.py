@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.against_eager import assert_fits_as_eager, assert_same_fit
+from compile_callbacks import InductorCompile
+from tests.lightning.test_messages import Force
+from tests.support.against_eager import assert_fits_as_eager
 from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -166,40 +167,6 @@ def test_weights_that_are_swapped_through_data_within_a_step_are_used():
         runs.append(seeded(SwapsWeights))
         trainer(*callbacks).validate(runs[-1], loader(STEPS), verbose=False)
     torch.testing.assert_close(runs[0].validation_outputs, runs[1].validation_outputs)
-
-
-class Penalized(Classifier):
-    def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 1)))
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0].clone().requires_grad_()
-        output = self.net(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        loss = output.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-
-def test_a_target_with_dropout_and_a_gradient_penalty_runs_eagerly():
-    callback = InductorCompile()
-    with pytest.warns(CompileWarning, match=r"target 'net' runs eagerly in the train phase.*create_graph=True.*CC303"):
-        assert_same_fit(callback, make=Penalized, train=STEPS, validation=None)
-    train = callback.report.train
-    assert (train.graphs, train.fallbacks, train.verdict) == (0, 1, "not compiled")
-    assert "explain CC303" in str(callback.report)
-
-
-class Force(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.energy = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        energy = self.energy(torch.tanh(self.hidden(x)))
-        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=self.training)
-        return energy + force[:, :CLASSES]
 
 
 @pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")

@@ -17,7 +17,7 @@ from tests.lightning.test_targets import WithParameters
 from tests.support.against_eager import assert_same_fit, assert_same_module, assert_same_values
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 
 
 def slots(module, kind=CallSlot):
@@ -58,7 +58,6 @@ class Replaces(Classifier):
         self.validation_outputs.append(self.logits(batch[0]))
 
 
-@pytest.mark.usefixtures("no_codegen")
 @pytest.mark.parametrize("targets", [None, ["net"]])
 @pytest.mark.parametrize("part", ["net", "head"])
 def test_a_replaced_module_is_compiled(part, targets):
@@ -74,23 +73,6 @@ def test_a_replaced_module_is_compiled(part, targets):
     assert compiled.old is None or compiled.old() is None
 
 
-@pytest.mark.usefixtures("no_codegen")
-def test_the_old_module_runs_without_this_library_after_it_was_replaced():
-    class Keeps(Replaces):
-        def on_train_epoch_start(self):
-            kept.append(self.net)
-            super().on_train_epoch_start()
-
-        def on_train_batch_end(self, *args):
-            seen.append((slots(kept[0]), self.net is kept[0]))
-
-    kept, seen = [], []
-    fit(InductorCompile(), make=lambda: Keeps("net"), train=2, max_epochs=2, validation=None)
-    assert [bool(found) for found, is_current in seen if is_current] == [True, True]
-    assert [found for found, is_current in seen if not is_current] == [set(), set()]
-
-
-@pytest.mark.usefixtures("no_codegen")
 def test_a_named_target_that_is_gone_is_warned_about_and_a_moved_one_is_found_by_default():
     settings = {"make": lambda: Replaces("name"), "max_epochs": 2, "train": 2, "validation": None}
     by_name, by_default = (InductorCompile(targets=targets, baseline_steps=0) for targets in (["net"], None))
@@ -101,7 +83,7 @@ def test_a_named_target_that_is_gone_is_warned_about_and_a_moved_one_is_found_by
 
 
 class CallsLater(Classifier):
-    """Calls parts of its net, and the second only from the second epoch on."""
+    """Calls parts of its net, and other parts from the second epoch on."""
 
     def __init__(self):
         super().__init__()
@@ -114,49 +96,45 @@ class CallsLater(Classifier):
         return self.direct(self.parts.head(out)) if self.current_epoch else out
 
 
-@pytest.mark.usefixtures("no_codegen")
-@pytest.mark.parametrize("baseline_steps", [0, 2])
-def test_a_child_that_is_called_from_the_second_epoch_on_is_compiled(baseline_steps):
+class CallsInThirdStep(CallsLater):
+    def logits(self, x):
+        return self.direct(self(x)) if self.global_step > 1 else self(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "baseline_steps", "targets"),
+    [
+        (CallsLater, 0, {"parts.net", "parts.head", "direct"}),
+        (CallsLater, 2, {"parts.net", "parts.head", "direct"}),
+        (CallsInThirdStep, 0, {"forward", "direct"}),
+    ],
+)
+def test_a_child_that_is_called_later_is_compiled_then(make, baseline_steps, targets):
     callback = InductorCompile("default", None, baseline_steps=baseline_steps, on_error="raise")
-    assert_same_fit(callback, make=CallsLater, max_epochs=2)
+    assert_same_fit(callback, make=make, max_epochs=2)
     train = callback.report.train
-    assert set(train.targets) == {"parts.net", "parts.head", "direct"}
-    assert (train.graphs, train.recompiles) == (3, 0)
+    assert set(train.targets) == targets
+    assert (train.graphs, train.recompiles) == (len(targets), 0)
 
 
 # ------------------------------------------------------------------------------------------ without a baseline
 
 
-class Residual(nn.Module):
-    def __init__(self, width, stride=1):
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(width // stride, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width))
-        self.second = nn.Sequential(nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width))
-        self.skip = nn.Conv2d(width // stride, width, 1, stride) if stride > 1 else nn.Identity()
-
-    def forward(self, x):
-        return (self.second(self.first(x).relu()) + self.skip(x)).relu()
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Conv2d(1, 4, 3, 1, 1), Residual(4), Residual(8, 2))
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.blocks(x.view(-1, 1, 2, 4).repeat(1, 1, 4, 2)).mean((2, 3)))
+def convolutions():
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 4)),
+        nn.Conv2d(1, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.encoder(self.embed(x.unsqueeze(-1))).mean(1))
+def attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 8), encoder, nn.Flatten(), nn.Linear(64, CLASSES))
 
 
 class Trained(Classifier):
@@ -178,7 +156,7 @@ class Trained(Classifier):
 
 @pytest.mark.codegen
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("net", [Convolutions, Attention])
+@pytest.mark.parametrize("net", [convolutions, attention])
 def test_a_run_without_a_baseline_equals_torch_compile_from_the_first_step_on(net, optimizer):
     callback = InductorCompile("default", None, baseline_steps=0, verify="raise", on_error="raise")
     runs = []
@@ -212,7 +190,6 @@ class Layers(Classifier):
         return self.head(x)
 
 
-@pytest.mark.usefixtures("no_codegen")
 @pytest.mark.parametrize("baseline_steps", [0, 2])
 def test_equal_blocks_that_the_steps_call_share_a_graph(baseline_steps):
     callback = InductorCompile("default", None, baseline_steps=baseline_steps, on_error="raise")
@@ -248,7 +225,6 @@ class Watched(Classifier):
         self.validation_outputs.append(self.logits(batch[0]))
 
 
-@pytest.mark.usefixtures("no_codegen")
 def test_probes_are_installed_only_where_the_library_may_compile():
     callback = InductorCompile(None, "default", baseline_steps=0, on_error="raise")
     module = fit(callback, make=Watched, train=6, val_check_interval=2, num_sanity_val_steps=0)
@@ -260,7 +236,6 @@ def test_probes_are_installed_only_where_the_library_may_compile():
     assert set(callback.report.infer.targets) == {"holder.net", "holder.net.0", "outer.net"}
 
 
-@pytest.mark.usefixtures("no_codegen")
 def test_calls_in_backward_and_between_steps_are_not_recorded():
     class Calls(Classifier):
         def __init__(self):
@@ -282,7 +257,6 @@ def test_calls_in_backward_and_between_steps_are_not_recorded():
     assert set(callback.report.train.targets) == {"net", "parts.inner.step"}
 
 
-@pytest.mark.usefixtures("no_codegen")
 def test_a_second_run_finds_what_the_first_did_not_call():
     class Tests(Classifier):
         def test_step(self, batch, batch_idx):
@@ -339,15 +313,23 @@ def test_a_shallow_copy_of_a_child_computes_with_its_own_parts(baseline_steps):
 
 
 class ReplacesInValidation(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.installed = []
+
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking and not hasattr(self, "old"):
             self.__dict__["old"] = self.net
             self.net = copy.deepcopy(self.net)
             self.trainer.strategy.setup_optimizers(self.trainer)
 
+    def on_train_batch_end(self, *args):
+        old = self.__dict__.get("old", self.net)
+        self.installed.append((bool(slots(old)), bool(slots(self.net))))
 
-def test_a_network_that_a_validation_within_an_epoch_replaces_is_compiled_in_the_next_step():
+
+def test_a_network_that_replaces_another_within_an_epoch_is_compiled_and_the_old_one_runs_without_this_library():
     callback = InductorCompile("default", None, baseline_steps=0)
     module = fit(callback, make=ReplacesInValidation, train=12, validation=1, val_check_interval=4)
     assert callback.report.train.diagnostics.steps == {"compiled": 12}
-    assert not slots(module.__dict__["old"])
+    assert module.installed == [(True, True)] * 4 + [(False, True)] * 8

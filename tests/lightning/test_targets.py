@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import pickle
@@ -129,25 +130,6 @@ def test_default_targets_are_the_called_modules_and_methods(call, baseline_steps
     assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
     assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
-
-
-@pytest.mark.parametrize("first", ["net", "forward"])
-def test_a_child_that_is_called_later_is_compiled_then(first):
-    class Later(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(CLASSES, CLASSES)
-
-        def forward(self, x):
-            return self.net(x)
-
-        def training_step(self, batch, batch_idx):
-            out = self(batch[0]) if first == "forward" else self.net(batch[0])
-            return nn.functional.cross_entropy(self.head(out) if batch_idx > 1 else out, batch[1])
-
-    callback = InductorCompile(baseline_steps=0)
-    fit(callback, make=Later, train=4)
-    assert set(callback.report.train.targets) == {first, "head"}
 
 
 @pytest.mark.parametrize("targets", [None, ["net"]])
@@ -309,23 +291,18 @@ class WithScript(Classifier):
         self.validation_outputs.append(self.logits(batch[0]))
 
 
-def test_script_children_are_not_default_targets():
-    callback = InductorCompile(baseline_steps=0, on_error="raise")
-    assert_fits_as_eager(callback, make=WithScript)
-    for phase in (callback.report.train, callback.report.infer):
-        assert phase.targets == ("net",)
-        assert (phase.graphs, phase.graph_breaks, phase.fallbacks) == (1, 0, 0)
-
-
-@pytest.mark.parametrize("targets", [["traced", "net"], ["scripted.forward"]])
-def test_a_named_script_module_runs_eagerly_with_a_warning(targets):
+@pytest.mark.parametrize("targets", [None, ["traced", "net"], ["scripted.forward"]])
+def test_script_modules_are_no_default_targets_and_run_eagerly_with_a_warning_if_they_are_named(targets):
     callback = InductorCompile(targets=targets, baseline_steps=0)
-    with pytest.warns(CompileWarning, match=f"target '{targets[0]}' is not compiled: it is a TorchScript module"):
+    message = f"target '{targets and targets[0]}' is not compiled: it is a TorchScript module"
+    with pytest.warns(CompileWarning, match=message) if targets else contextlib.nullcontext():
         module = fit(callback, make=WithScript)
     eager = fit(make=WithScript)
     assert_same_values(module, eager)
-    assert callback.report.train.targets == tuple(targets[1:])
     assert vars(module.scripted).keys() == vars(eager.scripted).keys()
+    found = ("net",) if targets is None else tuple(targets[1:])
+    for phase in (callback.report.train, callback.report.infer):
+        assert (phase.targets, phase.graphs, phase.graph_breaks, phase.fallbacks) == (found, len(found), 0, 0)
 
 
 class Asynchronous(nn.Module):
@@ -358,18 +335,17 @@ class Awaits(Classifier):
         self.validation_outputs.append(self.logits(batch[0]))
 
 
-@pytest.mark.parametrize(("method", "targets"), [("call", "net"), ("encode", "net.encode")])
-def test_an_async_target_returns_a_coroutine_with_a_warning(method, targets):
+@pytest.mark.parametrize(
+    ("method", "targets", "found"), [("call", "net", ()), ("encode", "net.encode", ()), ("call", None, ("net.net",))]
+)
+def test_an_async_target_returns_a_coroutine_with_a_warning_and_what_it_calls_is_a_default_target(
+    method, targets, found
+):
     callback = InductorCompile(targets=targets, baseline_steps=0)
-    with pytest.warns(CompileWarning, match=f"target '{targets}' is not compiled: its .* is an async function"):
+    message = f"target '{targets}' is not compiled: its .* is an async function"
+    with pytest.warns(CompileWarning, match=message) if targets else contextlib.nullcontext():
         assert_same_fit(callback, make=lambda: Awaits(method))
-    assert callback.report.train.targets == ()
-
-
-def test_what_an_async_module_calls_is_a_default_target():
-    callback = InductorCompile(baseline_steps=0)
-    assert_same_fit(callback, make=lambda: Awaits("call"))
-    assert callback.report.train.targets == ("net.net",)
+    assert callback.report.train.targets == found
 
 
 class _Skipped(nn.Module):
