@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.models.trial import Run, Trial, check, compare
+from tests.models.trial import Run, Trial, assert_trains_as_eager
 
 
 @functools.cache
@@ -101,12 +101,8 @@ def neuralforecast_run(*callbacks: Any) -> Run:
     return result
 
 
-def neuralforecast_figures(**arguments: Any) -> dict[str, Any]:
-    return compare(neuralforecast_run, **arguments)
-
-
 def test_neuralforecast_equals_eager():
-    check(neuralforecast_figures())
+    assert_trains_as_eager(neuralforecast_run)
 
 
 def test_the_trainer_of_the_package_pytorch_lightning_runs_compiled(tmp_path):

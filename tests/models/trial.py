@@ -6,7 +6,6 @@ The tests of this folder call it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -123,92 +122,39 @@ def run(trial: Trial, *callbacks: pl.Callback) -> Run:
     return result
 
 
-def figures(trial: Trial, **arguments: Any) -> dict[str, Any]:
-    """Run a trial eagerly and compiled, and return a row that `check` takes.
-
-    Args:
-        trial: The trial.
-        **arguments: Of the callback.
-
-    Raises:
-        AssertionError: The runs differ.
-    """
-    return compare(functools.partial(run, trial), trial.close, **arguments)
-
-
-def compare(run: Callable[..., Run], close: Mapping[str, float] = CLOSE, **arguments: Any) -> dict[str, Any]:
-    """Return a row that `check` takes for a function that takes callbacks and runs once."""
-    eager = run()
-    callback = InductorCompile(**{"baseline_steps": BASELINE_STEPS, **arguments})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        compiled = run(callback)
-    row = describe(callback.report, caught)
-    for phase in ("train", "infer"):
-        if compiled.traces:
-            row[phase]["traces_of_a_frame"] = traces_of_a_frame(compiled, phase)
-    row["difference"] = difference(eager, compiled)
-    row["equal"] = equal(eager, compiled, close)
-    return row
-
-
-def describe(report: Any, caught: Iterable[warnings.WarningMessage] = ()) -> dict[str, Any]:
-    """The figures of a report, and the first line of each of the callback's warnings."""
-    row: dict[str, Any] = {}
-    for name in ("train", "infer"):
-        phase = report.phase(name)
-        row[name] = {
-            "targets": list(phase.targets),
-            "graphs": phase.graphs,
-            "recompiles": phase.recompiles,
-            "graph_breaks": phase.graph_breaks,
-            "fallbacks": phase.fallbacks,
-            "comparisons": phase.verified,
-        }
-    row["warnings"] = [str(one.message)[:400] for one in caught if issubclass(one.category, CompileWarning)]
-    return row
-
-
-def traces_of_a_frame(result: Run, phase: str) -> int:
-    """The largest number of traces of one frame in one grad mode."""
-    return max((count for key, count in result.traces.items() if key[0] == phase), default=0)
-
-
-def difference(eager: Run, compiled: Run) -> float:
-    """The largest absolute difference of losses, outputs and weights."""
-    pairs = zip(_values(eager), _values(compiled), strict=True)
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs if a.numel())
-
-
-def equal(eager: Run, compiled: Run, close: Mapping[str, float]) -> bool:
-    """Whether losses, outputs and weights of two runs agree within a tolerance."""
-    try:
-        torch.testing.assert_close(_values(compiled), _values(eager), **close)
-    except AssertionError:
-        return False
-    return True
-
-
-def _values(result: Run) -> list[torch.Tensor]:
-    return [*result.losses, *result.outputs, *result.weights.values()]
-
-
-def check(row: Mapping[str, Any], *, eager_targets: int = 0, chaotic: bool = False) -> None:
+def assert_trains_as_eager(
+    run: Callable[..., Run],
+    close: Mapping[str, float] = CLOSE,
+    *,
+    eager_targets: int = 0,
+    chaotic: bool = False,
+    **arguments: Any,
+) -> None:
     """Assert that the compiled run equals the eager one, that training has graphs, and that no compile failed.
 
     Without a graph break, torch traces a frame at most twice in each grad mode.
 
     Args:
-        row: The row of the trial.
+        run: Takes callbacks, and runs once.
+        close: The tolerance of losses, outputs and weights.
         eager_targets: How many targets the callback leaves eager in training.
         chaotic: Whether to compare only each graph with eager, as the callback did, and not the runs.
+        **arguments: Of the callback.
     """
+    eager = run()
+    callback = InductorCompile(**{"baseline_steps": BASELINE_STEPS, **arguments})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompileWarning)
+        compiled = run(callback)
+    report = callback.report
     if chaotic:
-        for phase in ("train", "infer"):
-            assert row[phase]["comparisons"] == f"equal {row[phase]['graphs']}", row
+        assert [phase.verified for phase in (report.train, report.infer)] == [
+            f"equal {phase.graphs}" for phase in (report.train, report.infer)
+        ]
     else:
-        assert row["equal"], row["difference"]
-    assert (row["train"]["fallbacks"], row["infer"]["fallbacks"]) == (eager_targets, 0), row
-    assert row["train"]["graphs"], row["warnings"]
-    for phase in (row["train"], row["infer"]):
-        assert phase["graph_breaks"] or phase.get("traces_of_a_frame", 0) <= 2, row
+        for name in ("losses", "outputs", "weights"):
+            torch.testing.assert_close(getattr(compiled, name), getattr(eager, name), **close)
+    assert (report.train.fallbacks, report.infer.fallbacks) == (eager_targets, 0)
+    assert report.train.graphs, str(report)
+    for (phase, *frame), count in compiled.traces.items():
+        assert report.phase(phase).graph_breaks or count <= 2, frame
