@@ -40,7 +40,6 @@ class Net(nn.Module):
         self.head = nn.Linear(16, CLASSES)
         self.between = between
         self.calls = 0
-        self.scale = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.between(self, self.body(x)))
@@ -100,25 +99,9 @@ def count_calls(net, x):
     return x * net.calls
 
 
-class PerEpoch(Two):
-    def __init__(self):
-        super().__init__(Net(lambda net, x: x + net.scale))
-
-    def on_train_epoch_start(self):
-        self.net.scale = float(self.current_epoch)
-
-
 class CallsOneChild(Two):
     def logits(self, x):
         return self.net(x)
-
-
-class Penalized(Two):
-    def training_step(self, batch, batch_idx):
-        x = batch[0].clone().requires_grad_()
-        output = self.net(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        return output.square().mean() + gradient.square().mean() + self.side(x).square().mean()
 
 
 def broken_inductor(monkeypatch):
@@ -135,13 +118,7 @@ REGRESSIONS = {
         "train.graph_breaks: ",
         "(test_check_command.py:",
     ),
-    "print_in_validation": (
-        with_between(lambda net, x: x if net.training else print("between") or x),
-        "infer.graph_breaks: ",
-        "print",
-    ),
     "counter": (with_between(count_calls), "train.recompiles: ", "'calls': no longer"),
-    "per_epoch": ({"make": PerEpoch}, "train.recompiles: 1, allowed 0: net", "'scale': no longer 0.0"),
     "ragged_batch": (
         {"train": batches_of(*[4] * 11, 3), "mode": {"dynamic": False}},
         "train.recompiles: 2, allowed 0: ",
@@ -150,13 +127,11 @@ REGRESSIONS = {
     "dropped_target": ({"targets": ["net"]}, "train.targets: side not compiled, allowed none: ", "compiled net"),
     "uncalled_target": ({"make": CallsOneChild}, "train.targets: side not compiled, ", "compiled net"),
     "eager_mode": ({"mode": "eager"}, "train.targets: net not compiled, ", "the mode is 'eager'"),
-    "eager_infer_mode": ({"infer_mode": None}, "infer.targets: net not compiled, ", "the mode is "),
     "fullgraph": (
         {**with_between(lambda net, x: print("between") or x), "mode": {"fullgraph": True}},
         "train.targets: net not compiled, allowed none: net",
         "print",
     ),
-    "double_backward": ({"make": Penalized}, "train.fallbacks: ", "create_graph=True"),
     "inductor_fails": (
         {"before": broken_inductor, "passes": [Uncached()]},
         "train.fallbacks: 2, allowed 0: net",
@@ -172,7 +147,6 @@ REGRESSIONS = {
     ),
     "cudagraphs": ({"mode": "reduce-overhead"}, "train.skipped_cudagraphs: 2, allowed 0: ", "no effect on a CPU"),
     "slow_kernels": ({"ms": {"train": 7.8}}, "train.speedup: 1.538, allowed 1.667: ", "eager 12 ms, compiled 7.8 ms"),
-    "slow_infer_kernels": ({"ms": {"infer": 7.8}}, "infer.speedup: 1.538, allowed 1.667: ", "compiled 7.8 ms"),
     "slow_compile": ({"slow": True}, "train.compile_seconds: ", "net "),
 }
 
@@ -347,19 +321,3 @@ def test_check_answers_in_under_a_second_and_does_not_import_torch(base):
     printed = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(3)]
     assert {tuple(words[:3]) for words in printed} == {("0", "False", "False")}
     assert min(float(words[3]) for words in printed) < 1
-
-
-@pytest.mark.parametrize(
-    ("contract", "message"),
-    [
-        ({"version": 1, "margin": -1, "train": {"speedup": 1.5}}, "margin=-1 must be a number from 0 on"),
-        ({"version": 1, "margin": float("nan"), "train": {"graphs": 1}}, "margin=nan must be a number from 0 on"),
-        ({"version": 1, "train": {"targets": [[1]]}}, "train.targets must be a list of names"),
-        ({"version": 1}, "checks nothing"),
-    ],
-)
-def test_contract_that_cannot_be_checked_is_refused(contract, message, tmp_path, capsys):
-    path = tmp_path / "contract.json"
-    path.write_text(json.dumps(contract))
-    assert main(["check", str(tmp_path / "none.json"), "--against", str(path)]) == 2
-    assert message in capsys.readouterr().err

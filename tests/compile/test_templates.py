@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 
 import pytest
@@ -138,17 +137,3 @@ def test_a_pass_of_the_options_and_passes_at_its_hook_point_are_refused(use):
     config = InductorConfig(options={"post-grad-custom-post-pass": changes_nothing})
     with pytest.raises(ValueError, match=r"options\['post_grad_custom_post_pass'\] and passes=.* use the same hook"):
         use(config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        InductorConfig(),
-        InductorConfig(mode="reduce-overhead", dynamic=False, fullgraph=True),
-        InductorConfig(template="aten", freezing=True, options={"epilogue_fusion": False}),
-        InductorConfig(passes=[changes_nothing], activation_memory_budget=0.5),
-    ],
-    ids=range(4),
-)
-def test_settings_are_loaded_as_they_were_saved(config):
-    assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict())), passes=config.passes) == config

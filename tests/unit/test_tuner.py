@@ -73,6 +73,21 @@ def tuner_of(candidates=("default",)):
     return Tuner(Tune(candidates))
 
 
+def started(*variants, eager=(10.0,) * 10, candidates=("default",), **block):
+    """A tuner after the first block of eager steps, whose candidates are "a", "b" and so on, or these variants."""
+    tuner = tuner_of(candidates)
+    tuner.block_ends(Block([*eager], steps=14, **block))
+    tuner.start([Trial(Variant(None, each) if isinstance(each, str) else each) for each in variants])
+    return tuner
+
+
+def play(tuner, *blocks):
+    """Run blocks, each given as the candidate that the tuner has to want, and what its `Block` contains."""
+    for name, milliseconds, seconds, *problem in blocks:
+        assert tuner.candidate == name
+        tuner.block_ends(Block(milliseconds, seconds, *problem, steps=14))
+
+
 def verdicts(tuner):
     return {name: trial.verdict for name, trial in tuner.trials.items()}
 
@@ -111,9 +126,7 @@ def test_more_rounds_decide_if_the_machine_is_busy(speedup, wins):
 
 def final_of():
     """Return a tuner at the start of a final. The first block was disturbed, so the interval stays too wide."""
-    tuner = tuner_of()
-    tuner.block_ends(Block([10.2] * 10, steps=14))
-    tuner.start([Trial(Variant(None, "a"))])
+    tuner = started("a", eager=[10.2] * 10)
     tuner.block_ends(Block([10.0] * 10, compile_seconds=1.0, steps=14))
     return tuner
 
@@ -121,9 +134,8 @@ def final_of():
 def test_two_lost_rounds_end_the_final():
     tuner = final_of()
     for number, (eager_ms, ms) in enumerate([(15, 10), (10, 15), (15, 10), (15, 10), (10, 15)]):
-        for name in ("eager", "a") if number % 2 == 0 else ("a", "eager"):
-            assert tuner.candidate == name
-            tuner.block_ends(Block([eager_ms if name == "eager" else ms] * 10, steps=14))
+        blocks = [("eager", [eager_ms] * 10, 0.0), ("a", [ms] * 10, 0.0)]
+        play(tuner, *(blocks if number % 2 == 0 else reversed(blocks)))
     assert (tuner.winner, verdicts(tuner)["a"]) == ("eager", "not faster")
 
 
@@ -157,23 +169,14 @@ def test_a_machine_that_becomes_faster_or_slower_does_not_win_rounds(drift):
 
 @pytest.mark.parametrize("verdict", ["failed", "wrong"])
 def test_if_the_finalist_fails_the_next_candidate_is_in_the_final(verdict):
-    tuner = tuner_of()
-    tuner.block_ends(Block([10.0] * 10, steps=14))
-    tuner.start([Trial(Variant(None, "a")), Trial(Variant(None, "b"))])
-    problem = (verdict, "in the final")
-    for name, ms, of_block in [
-        ("a", 5.0, None), ("b", 5.2, None), ("eager", 10.0, None), ("a", 5.0, problem),
-        ("eager", 10.0, None), ("b", 5.2, None),
-    ]:  # fmt: skip
-        assert tuner.candidate == name
-        tuner.block_ends(Block([ms] * 10, 1.0 * (name != "eager"), of_block, 14))
+    tuner = started("a", "b")
+    a, b, eager = ("a", [5.0] * 10, 1.0), ("b", [5.2] * 10, 1.0), ("eager", [10.0] * 10, 0.0)
+    play(tuner, a, b, eager, (*a, (verdict, "in the final")), eager, b)
     assert (tuner.winner, verdicts(tuner)["a"]) == ("b", verdict)
 
 
 def test_new_shapes_in_the_final_do_not_end_the_trial_of_a_healed_candidate():
-    tuner = tuner_of("auto")
-    tuner.block_ends(Block([10.0] * 10, steps=14))
-    tuner.start([Trial(Variant(InductorConfig(), "default"))])
+    tuner = started(Variant(InductorConfig(), "default"), candidates="auto")
     breaks = {"graphs": 2, "breaks": 1, "healing": ("capture_scalar_outputs",)}
     tuner.block_ends(Block([8.0] * 10, 1.0, steps=14, **breaks))
     healed = tuner.candidate
@@ -270,25 +273,20 @@ def test_a_block_with_too_few_comparable_steps_runs_again():
 
 
 def test_a_candidate_that_records_a_cuda_graph_for_each_shape_runs_until_its_steps_can_be_compared():
-    tuner = tuner_of()
-    tuner.block_ends(Block([15.0, 15.5] * 3, steps=14, new_shapes_ms=[100.0] * 8))
-    graphs = InductorConfig(mode="reduce-overhead")
-    tuner.start([Trial(Variant(graphs, "a"))])
+    graphs = Variant(InductorConfig(mode="reduce-overhead"), "a")
+    tuner = started(graphs, eager=[15.0, 15.5] * 3, new_shapes_ms=[100.0] * 8)
     for _ in range(10):  # a recording in one of three steps leaves no sample
         assert tuner.candidate == "a"
         tuner.block_ends(Block([], compile_seconds=18.0, steps=14, settled=True, new_shapes_ms=[7.0]))
-    for name, ms in (("a", 6.0), ("eager", 15.0), ("a", 6.0)):
-        assert tuner.candidate == name
-        tuner.block_ends(Block([ms, ms + 0.1] * 3, compile_seconds=18.0 * (name == "a"), steps=14))
+    a = "a", [6.0, 6.1] * 3, 18.0
+    play(tuner, a, ("eager", [15.0, 15.1] * 3, 0.0), a)
     assert tuner.winner == "a"
 
 
 @pytest.mark.parametrize(("mode", "blocks"), [("reduce-overhead", 16), ("default", 4)])
 def test_a_candidate_without_comparable_steps_ends(mode, blocks):
     """For example after the user's code has unfrozen weights, which changes the workload."""
-    tuner = tuner_of()
-    tuner.block_ends(Block([15.0] * 6, steps=14))
-    tuner.start([Trial(Variant(InductorConfig(mode=mode), "a"))])
+    tuner = started(Variant(InductorConfig(mode=mode), "a"), eager=[15.0] * 6)
     for _ in range(blocks):
         assert tuner.candidate == "a"
         tuner.block_ends(Block([], compile_seconds=18.0, steps=14, settled=True))
