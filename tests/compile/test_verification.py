@@ -47,12 +47,18 @@ def verified(module, phase="train"):
 # ---------------------------------------------------------------------------------------------- finding differences
 
 
-def test_verification_finds_a_wrong_forward_graph_and_names_output_phase_and_tolerance(compiled):
-    module = compiled(plain(), passes=[WrongForward("train")])
-    message = r"target 'forward' differs from eager in the train phase: output 0 has a relative error of .* "
-    with pytest.warns(CompileWarning, match=message + r"\(tolerance 0.00035\)"):
-        train_step(module, inputs())
-    report = report_of(module).train
+class Encoder(Wrapper):
+    def encode(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize(("phase", "tolerance"), [("train", r"\(tolerance 0.00035\)"), ("infer", "")])
+def test_verification_finds_a_wrong_graph_and_names_target_output_phase_and_tolerance(compiled, phase, tolerance):
+    module = compiled(Encoder(plain()), targets=["encode"], passes=[WrongForward(phase)])
+    message = rf"target 'encode' differs from eager in the {phase} phase: output 0 has a relative error of .* "
+    with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match=message + tolerance):
+        module.encode(inputs())
+    report = report_of(module).phase(phase)
     assert report.verified == "differs 1"
     assert report.diagnostics.max_abs_error > 0.01
 
@@ -91,17 +97,6 @@ def test_each_recompiled_graph_is_compared_and_one_target_is_warned_about_once(c
     assert verified(module) == "differs 2, equal 1"
     assert report_of(module).train.recompiles == 2
     assert len([one for one in caught if issubclass(one.category, CompileWarning)]) == 1
-
-
-class Encoder(Wrapper):
-    def encode(self, x):
-        return self.net(x)
-
-
-def test_verification_finds_a_wrong_graph_of_a_method_in_validation(compiled):
-    module = compiled(Encoder(plain()), targets=["encode"], passes=[WrongForward("infer")])
-    with torch.no_grad(), pytest.warns(CompileWarning, match="target 'encode' differs from eager in the infer phase"):
-        module.encode(inputs())
 
 
 @dataclasses.dataclass

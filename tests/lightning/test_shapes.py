@@ -141,31 +141,25 @@ def test_a_smaller_last_batch_runs_eagerly_and_costs_no_graph(baseline_steps):
         assert (report.graphs, report.recompiles, report.diagnostics.eager_calls) == (1, 0, {target: 3})
 
 
-@pytest.mark.parametrize(("epochs", "graphs"), [(9, 1), (10, 2)])
-def test_the_smaller_batch_of_short_epochs_gets_a_static_graph_of_its_own(epochs, graphs):
+@pytest.mark.parametrize(
+    ("sizes", "epochs", "baseline_steps", "graphs", "eager_calls", "is_symbolic"),
+    [
+        ([4, 4, 4, 4, 3], 9, 10, 1, 7, False),  # of epochs 3 to 9, after the eager steps
+        ([4, 4, 4, 4, 3], 10, 10, 2, 7, False),
+        ([4] + [4, 3] * 10 + [4, 3, 5, 6, 7] * 6, 1, 0, 3, 14, True),
+        (([4] * 14 + [3]) * 20, 1, 0, 1, 20, False),
+    ],
+    ids=["7 misses", "8 misses", "a third size", "rare misses"],
+)
+def test_a_second_size_gets_a_static_graph_and_a_third_one_a_symbolic_graph_after_eight_of_100_calls(
+    sizes, epochs, baseline_steps, graphs, eager_calls, is_symbolic
+):
     symbols = HasSymbols()
-    callback = InductorCompile(infer_mode=None, passes=[symbols], baseline_steps=10)
-    assert_fits_as_eager(callback, train=batches_of(4, 4, 4, 4, 3), max_epochs=epochs)
-    assert callback.report.train.graphs == graphs
-    assert callback.report.train.diagnostics.eager_calls == {"net": 7}  # of epochs 3 to 9, after the eager steps
-    assert not any(symbols.found)
-
-
-def test_a_third_batch_size_gets_a_graph_with_symbolic_sizes():
-    symbols = HasSymbols()
-    callback = InductorCompile(infer_mode=None, passes=[symbols], baseline_steps=0)
-    sizes = [4] + [4, 3] * 10 + [4, 3, 5, 6, 7] * 6
-    assert_fits_as_eager(callback, train=batches_of(*sizes))
-    assert callback.report.train.graphs == 3
-    assert symbols.found.count(True) >= 1
-    assert callback.report.train.diagnostics.eager_calls == {"net": 7 + 7}
-
-
-def test_misses_that_are_rare_never_recompile():
-    callback = InductorCompile(infer_mode=None, baseline_steps=0)
-    fit(callback, train=batches_of(*([4] * 14 + [3]) * 20))
-    assert callback.report.train.graphs == 1
-    assert callback.report.train.diagnostics.eager_calls == {"net": 20}
+    callback = InductorCompile(infer_mode=None, passes=[symbols], baseline_steps=baseline_steps)
+    assert_fits_as_eager(callback, train=batches_of(*sizes), max_epochs=epochs)
+    train = callback.report.train
+    assert (train.graphs, train.diagnostics.eager_calls) == (graphs, {"net": eager_calls})
+    assert any(symbols.found) == is_symbolic
 
 
 def test_lengths_that_the_eager_steps_did_not_show_are_compiled_after_eight_calls():
@@ -200,13 +194,6 @@ class Scale(Wrapper):
         return self.net(x) * self.scale
 
 
-@pytest.mark.parametrize("change", ["unfreeze", "attribute"])
-def test_a_network_that_changes_is_compiled_again_after_eight_calls(change):
-    callback = InductorCompile(infer_mode=None, targets="net", baseline_steps=2)
-    assert_fits_as_eager(callback, make=lambda: Changes(change), train=batches_of(*[4] * 30))
-    assert (callback.report.train.graphs, callback.report.train.diagnostics.eager_calls) == (2, {"net": 7})
-
-
 class Breaks(Wrapper):
     def forward(self, x):
         hidden = self.net[:2](x)
@@ -214,46 +201,38 @@ class Breaks(Wrapper):
         return self.net[2:](hidden)
 
 
-def test_a_call_with_a_graph_break_counts_once():
-    callback = InductorCompile(infer_mode=None, baseline_steps=0)
-    sizes = [4] * 5 + [3] * 12
-    assert_fits_as_eager(callback, make=lambda: Classifier(Breaks(mlp())), train=batches_of(*sizes))
-    assert callback.report.train.diagnostics.eager_calls == {"net": 7}
-    assert callback.report.train.graphs == 4
-
-
 class Checkpointed(Classifier):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        out = checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
-        loss = nn.functional.cross_entropy(out, y)
-        self.losses.append(loss.item())
-        return loss
-
-
-def test_a_call_within_an_activation_checkpoint_is_compiled_at_once():
-    callback = InductorCompile(infer_mode=None, targets="net", baseline_steps=0)
-    assert_fits_as_eager(callback, make=lambda: Checkpointed(smooth()), train=batches_of(4, 4, 3, 4, 3))
-    assert (callback.report.train.graphs, callback.report.train.diagnostics.eager_calls) == (2, {})
+    def logits(self, x):
+        return checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
 
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+def blocks() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+
+
+FEW_OF_TWO_SIZES = [4, 4, 3, 4, 3]
+
+
 @pytest.mark.parametrize(
-    ("settings", "make"),
+    ("make", "sizes", "settings", "graphs", "eager_calls"),
     [
-        ({"train_mode": {"fullgraph": True}, "targets": "net"}, smooth),
-        ({"targets": "net.*"}, lambda: nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])),
+        (lambda: Changes("unfreeze"), [4] * 30, {"baseline_steps": 2}, 2, {"net": 7}),
+        (lambda: Changes("attribute"), [4] * 30, {"baseline_steps": 2}, 2, {"net": 7}),
+        (lambda: Classifier(Breaks(mlp())), [4] * 5 + [3] * 12, {}, 4, {"net": 7}),
+        (lambda: Checkpointed(smooth()), FEW_OF_TWO_SIZES, {}, 2, {}),
+        (lambda: Classifier(smooth()), FEW_OF_TWO_SIZES, {"train_mode": {"fullgraph": True}}, 2, {}),
+        (lambda: Classifier(blocks()), FEW_OF_TWO_SIZES, {"targets": "net.*"}, 4, {}),
     ],
-    ids=["fullgraph", "equal blocks"],
+    ids=["unfreeze", "attribute", "a graph break counts once", "checkpoint", "fullgraph", "equal blocks"],
 )
-def test_functions_that_must_run_compiled_are_compiled_at_once(settings, make):
-    callback = InductorCompile(infer_mode=None, baseline_steps=0, **settings)
-    assert_fits_as_eager(callback, make=lambda: Classifier(make()), train=batches_of(4, 4, 3, 4, 3))
-    assert callback.report.train.diagnostics.eager_calls == {}
-    assert callback.report.train.graphs >= 2
+def test_a_call_that_no_graph_fits_counts_or_is_compiled_at_once_if_it_must(make, sizes, settings, graphs, eager_calls):
+    callback = InductorCompile(infer_mode=None, **{"targets": "net", "baseline_steps": 0, **settings})
+    assert_fits_as_eager(callback, make=make, train=batches_of(*sizes))
+    assert (callback.report.train.graphs, callback.report.train.diagnostics.eager_calls) == (graphs, eager_calls)
 
 
 class Raises(pl.Callback):
