@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from compile_callbacks import InductorCompile, compile_phases
 from tests.support.against_eager import assert_fits_as_eager
-from tests.support.models import Classifier
-from tests.support.stacks import Block, Stack, blocks
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper
 
 pytestmark = [pytest.mark.usefixtures("no_codegen"), pytest.mark.all_versions]
+
+
+class Block(Wrapper):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES), nn.GELU()))
+
+    def forward(self, x):
+        return x + self.net(x)
 
 
 class Marked(Block):
     forward = torch.compiler.nested_compile_region(Block.forward)
 
 
-@pytest.mark.parametrize("targets", [None, "net.layers.*"])
-def test_blocks_that_the_steps_call_or_that_a_glob_names_share_a_graph(targets):
-    class Steps(Classifier):
-        def logits(self, x):
-            if targets == "net.layers.*":
-                return self.net(x)
-            x = self.net.embed(x)
-            for layer in self.net.layers:
-                x = layer(x)
-            return self.net.head(x)
+def stack(kind=Block):
+    blocks = nn.Sequential(*(kind() for _ in range(4)))
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), blocks, nn.Linear(FEATURES, CLASSES))
 
-    callback = InductorCompile(infer_mode=None, targets=targets, baseline_steps=0)
-    assert_fits_as_eager(callback, make=lambda: Steps(Stack(blocks())), train=4, validation=None)
-    assert "net.layers.* (4 blocks, one graph)" in callback.report.train.targets
+
+def test_blocks_that_a_glob_names_share_a_graph():
+    """test_target_search.py has blocks that the steps call."""
+    callback = InductorCompile(infer_mode=None, targets="net.1.*", baseline_steps=0)
+    assert_fits_as_eager(callback, make=lambda: Classifier(stack()), train=4, validation=None)
+    assert callback.report.train.targets == ("net.1.* (4 blocks, one graph)",)
 
 
 def test_blocks_that_their_author_marked_as_regions_compute_what_eager_computes():
     callback = InductorCompile(infer_mode=None, baseline_steps=0, on_error="raise")
-    make = lambda: Classifier(Stack(blocks(kind=Marked)))  # noqa: E731
-    assert_fits_as_eager(callback, make=make, train=4, validation=None)
+    assert_fits_as_eager(callback, make=lambda: Classifier(stack(Marked)), train=4, validation=None)
     train = callback.report.train
     assert (train.targets, train.graphs, train.graph_breaks, train.verified) == (("net",), 1, 0, "equal 1")
 
 
-@pytest.mark.parametrize("use", [InductorCompile, lambda targets: compile_phases(Stack(blocks()), targets=targets)])
+@pytest.mark.parametrize("use", [InductorCompile, lambda targets: compile_phases(stack(), targets=targets)])
 def test_targets_repeated_is_refused_with_what_replaces_it(use):
     message = r"targets=\['net\.layers\.\*'\].*background=True.*CC201"
     with pytest.raises(ValueError, match=message):
