@@ -167,13 +167,6 @@ def test_a_run_leaves_its_plot_in_tensorboard(ran):
     assert 8 in kinds["compiling"]
 
 
-def test_a_run_without_matplotlib_leaves_no_plot(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    logger = TensorBoardLogger(tmp_path)
-    fit(InductorCompile(baseline_steps=2), logger=logger)
-    assert read(logger).Tags()["images"] == []
-
-
 class Configured(Classifier):
     """Has hyperparameters, and a layout for TensorBoard."""
 
@@ -185,8 +178,12 @@ class Configured(Classifier):
         self.logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["val_loss"]]}})
 
 
-def test_the_users_layout_and_hyperparameters_are_left_alone(tmp_path):
+def test_the_users_layout_and_hyperparameters_are_left_alone_and_without_matplotlib_there_is_no_plot(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     logger = TensorBoardLogger(tmp_path)
     fit(InductorCompile(baseline_steps=5), make=lambda: Configured(lr=0.2), train=12, logger=logger)
+    assert read(logger).Tags()["images"] == []
     assert layout(logger) == {"mine": {"loss": ["val_loss"]}}
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": 0.2, "shape": None}
