@@ -193,12 +193,3 @@ def test_the_module_of_a_custom_operator_is_imported():
 
     torch.compile(lambda x: twice(x) + 1, backend=backend)(torch.randn(3))
     assert requests[0].graph.modules == (__name__,)
-
-
-def test_a_pass_that_cannot_be_pickled_has_a_reason():
-    def backend(graph_module, inputs):
-        with pytest.raises(NotPortableError, match="a graph pass, an option or a setting of torch cannot be pickled"):
-            sent(graph_module, inputs, passes=(lambda graph: None,))
-        return graph_module.forward
-
-    torch.compile(lambda x: x + 1, backend=backend)(torch.randn(3))

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torchvision import tv_tensors
 
 from compile_callbacks import InductorCompile, InductorConfig, Tune
 from compile_callbacks.graphs.backend import GraphBackend
@@ -50,32 +49,6 @@ def test_a_setting_of_dynamo_is_in_effect_for_our_compiles_only():
     assert not torch._dynamo.config.capture_scalar_outputs
     of_user = torch._dynamo.explain(Item())(torch.ones(2, FEATURES))
     assert of_user.graph_break_count == 1
-
-
-class ReadsShape(nn.Module):
-    """Reads the shape of an image of torchvision, for which torch wrongly expects an exception."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, image):
-        return self.net(image[0, 0]) * image.shape[0]
-
-
-class Images(Classifier):
-    def logits(self, x):
-        return self.net(tv_tensors.Image(x[None, None]))
-
-
-@pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.11 breaks the graph for another reason")
-@pytest.mark.filterwarnings("ignore:the compiled graphs of target 'net' use 0 of its 6 weights")
-def test_an_exception_that_only_torch_expects_is_a_graph_break():
-    callback = InductorCompile("default", None)
-    fit(callback, make=lambda: Images(ReadsShape()), train=20, validation=None)
-    train = callback.report.train
-    assert train.graph_breaks >= 1
-    assert "eager" not in train.diagnostics.steps
 
 
 class Counting(nn.Module):
@@ -209,16 +182,3 @@ def test_a_setting_with_which_the_compiler_fails_costs_speed_only():
     ours = assert_fits_as_eager(callback, make=lambda: Classifier(TimesBool()), train=12, validation=None)
     assert ours.net.calls == 12
     assert callback.report.train.fallbacks == (1 if torch.__version__.startswith("2.11.") else 0)
-
-
-def test_auto_sets_nothing_that_moves_or_drops_lines(monkeypatch, capsys):
-    class Prints(Item):
-        def forward(self, x):
-            print("a line")
-            return self.net(x)
-
-    Times(monkeypatch, train={"eager": 10, "default": 5})
-    callback = InductorCompile("auto", None)
-    fit(callback, make=lambda: Classifier(Prints()), train=60, validation=None)
-    assert [trial["candidate"] for trial in callback.report.train.diagnostics.trials] == ["eager", "default"]
-    assert capsys.readouterr().out.count("a line") == 60

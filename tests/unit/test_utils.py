@@ -1,4 +1,4 @@
-"""Atomic files, import references, texts of errors, and tables as plain text."""
+"""Atomic files, texts of errors, and tables as plain text."""
 
 from __future__ import annotations
 
