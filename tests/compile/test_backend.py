@@ -153,19 +153,13 @@ def test_wrong_samples_are_refused_by_their_index(samples, error, text):
 
 
 @pytest.mark.all_versions
-def test_inputs_that_no_sample_has_run_eagerly():
-    backend = InductorBackend({"dynamic": False}).build(Model(), [batch(2), batch(3)])
+@pytest.mark.parametrize(("fullgraph", "graphs", "eager_calls"), [(False, 2, {"forward": 20}), (True, 3, {})])
+def test_inputs_that_no_sample_has_run_eagerly_or_are_compiled_with_fullgraph(fullgraph, graphs, eager_calls):
+    backend = InductorBackend({"dynamic": False, "fullgraph": fullgraph}).build(Model(), [batch(2), batch(3)])
     for size in (2, 3, *[5] * 20):
         torch.testing.assert_close(backend.infer(batch(size)), eagerly(batch(size)))
     report = backend.report.infer
-    assert (report.graphs, report.diagnostics.eager_calls) == (2, {"forward": 20})
-
-
-@pytest.mark.all_versions
-def test_fullgraph_compiles_inputs_that_no_sample_has():
-    backend = InductorBackend({"dynamic": False, "fullgraph": True}).build(Model(), batch(2))
-    torch.testing.assert_close(backend.infer(batch(5)), eagerly(batch(5)))
-    assert backend.report.infer.graphs == 2
+    assert (report.graphs, report.diagnostics.eager_calls) == (graphs, eager_calls)
 
 
 @pytest.mark.all_versions

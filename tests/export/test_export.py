@@ -26,7 +26,6 @@ from compile_callbacks import (
     report_of,
     restore,
 )
-from compile_callbacks.exporting.package import package_options
 from tests.support.models import mlp
 from tests.support.wrong_passes import WrongForward
 
@@ -106,7 +105,8 @@ def exported(tmp_path_factory):
     """A compiled package, a function that calls its module eagerly, and the warnings of the export."""
     module, example, scale = trained(), images(1), torch.ones(1, 1)
     before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    mode = InductorConfig(mode="reduce-overhead", passes=[counts, broken, early], dynamic=True)
+    settings = {"dynamic": True, "dynamo": {"capture_scalar_outputs": True}}
+    mode = InductorConfig(mode="reduce-overhead", passes=[counts, broken, early], **settings)
     path = tmp_path_factory.mktemp("aoti") / "folders" / "that are created" / "net.pt2"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -174,7 +174,8 @@ def test_settings_that_a_package_does_not_support_are_named(exported):
     assert "pass early: passes at 'pre_grad' change torch function calls" in text
     assert "dynamic=True: dynamic_batch decides which sizes may change" in text
     assert "ZeroDivisionError: by design" in text
-    assert len(exported.warnings) == 4
+    assert "without dynamo={'capture_scalar_outputs': True}: torch.export has its own settings of Dynamo" in text
+    assert len(exported.warnings) == 5
     assert set(seen) == {True}  # the pass that a package supports ran
 
 
@@ -286,9 +287,3 @@ def test_wrong_arguments_are_refused_by_name(tmp_path, change, error, text):
     with pytest.raises(error, match=text):
         export(**arguments)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_package_names_the_settings_of_dynamo_that_it_omits():
-    _, _, sentences = package_options(InductorConfig(dynamo={"capture_scalar_outputs": True}), torch.device("cpu"))
-    omitted = "the package is compiled without dynamo={'capture_scalar_outputs': True}"
-    assert sentences == [f"{omitted}: torch.export has its own settings of Dynamo"]
