@@ -45,11 +45,6 @@ def skip_frame() -> Any:
     return ConvertFrameReturn()
 
 
-def is_compiled(result: Any) -> bool:
-    """Return whether torch has compiled code of a frame."""
-    return result.guarded_code is not None
-
-
 def skipped(result: Any) -> str | None:
     """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
     if result.guarded_code is not None or result.frame_exec_strategy.cur_action != _SKIP:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from compile_callbacks import _torch
@@ -79,6 +80,7 @@ class CompiledFunction:
         self._code: types.CodeType | None = None
         self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
         self._resets = self._recorder.resets
+        self._static_call: int | None = None  # the number of the call that compiles for the second set of sizes
         self._misses: list[int] = []  # the numbers of the calls that no graph fitted, since the last compile
         self._guards_hooks = self._integers_reported = self._always_compiles = False
 
@@ -134,8 +136,9 @@ class CompiledFunction:
     def _dynamo_settings(self, call: CallInProgress) -> dict[str, Any]:
         """Return the settings of the config, and settings for integers that change and for a second set of sizes."""
         settings, names = dict(self._config.dynamo), self._observed.changing_integers.names
-        if self._config.dynamic is None and self._observed.sizes.is_second_set(call.args, call.kwargs):
-            settings["automatic_dynamic_shapes"] = False
+        is_second = self._config.dynamic is None and self._observed.sizes.is_second_set(call.args, call.kwargs)
+        if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
+            self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
         if not names or self._config.dynamic is False or _UNSPEC in settings:
             return settings
         if not self._integers_reported:
@@ -171,12 +174,12 @@ class CompiledFunction:
             self._backend.keeps_graph = self._fallback.settings.keeps_graph or self._observed.keeps_graph
             with self._tracing(call):
                 result = frame.convert()
-            if is_own:
-                self.why_no_graph = _torch.frames.skipped(result)
-                if self._config.fullgraph and self.why_no_graph:
-                    raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {self.why_no_graph}")
-            if _torch.frames.is_compiled(result):
+            if (why_skipped := _torch.frames.skipped(result)) is None:
                 self._compiled_code.add(frame.code)
+            if is_own:
+                self.why_no_graph = why_skipped
+                if self._config.fullgraph and why_skipped:
+                    raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {why_skipped}")
             return result
         except Exception as error:
             if frame.is_graph_break(error):
@@ -202,8 +205,11 @@ class CompiledFunction:
             self._resets = self._recorder.resets
             self._compiled_code.clear()
             return False
-        if _torch.autograd.saves_through_hooks():
-            return False  # because an activation checkpoint must recompute with the code of the forward pass
+        # An activation checkpoint must recompute with the code of the forward pass. A reentrant one calls a module that
+        # trains without grad, and calls it again in the backward pass.
+        trains_without_grad = self._target.members[0].module.training and not torch.is_grad_enabled()
+        if trains_without_grad or _torch.autograd.saves_through_hooks() or _torch.autograd.in_backward():
+            return False
         if not call.missed:  # a call counts once, with any number of frames
             self._observed.sizes.record_compiled(call.args, call.kwargs)
             self._misses = [number for number in self._misses if number > self.calls - OF_LAST_CALLS] + [self.calls]

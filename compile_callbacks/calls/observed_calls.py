@@ -85,27 +85,25 @@ class ObservedCalls:
         state: dict[str, Any] = {**self.sizes.varying()}
         if self.changing_integers.names:
             state[CHANGING_INTEGERS] = sorted(self.changing_integers.names)
-        if self.gradients_differentiated:
-            state[DIFFERENTIATED] = True
-        return state
+        flags = {DIFFERENTIATED: self.gradients_differentiated, KEPT: self.keeps_graph}
+        return state | {key: True for key, is_set in flags.items() if is_set}
 
     def restore(self, state: object) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
         for key, dimensions in state.items() if isinstance(state, Mapping) else ():
             if key == CHANGING_INTEGERS and isinstance(dimensions, list):
                 self.changing_integers.names.update(name for name in dimensions if isinstance(name, str))
-                continue
-            if key == DIFFERENTIATED:
-                self.gradients_differentiated = True
-                continue
-            self.sizes.restore(key, dimensions)
+            else:
+                self.gradients_differentiated |= key == DIFFERENTIATED
+                self.keeps_graph |= key == KEPT
+                self.sizes.restore(key, dimensions)
 
 
 CHANGING_INTEGERS = "changing integers"
 """The key of the names in `ObservedCalls.state`. The keys of inputs contain a colon."""
 
-DIFFERENTIATED = "gradients are differentiated"
-"""The key of `ObservedCalls.gradients_differentiated` in `ObservedCalls.state`."""
+DIFFERENTIATED, KEPT = "gradients are differentiated", "graphs are kept"
+"""The keys of `ObservedCalls.gradients_differentiated` and `ObservedCalls.keeps_graph` in `ObservedCalls.state`."""
 
 
 class ChangingIntegers:

@@ -82,13 +82,14 @@ class CompiledGraph:
             return self.eager(*inputs)
         assert self.compiled is not None
         verification, self.verification = self.verification, None  # frees the captured graph after the call
+        self.executions.graphs += 1  # before the run, which an activation checkpoint may end by an exception
         with _torch.autograd.preserve_versions(self.statistics(inputs) if self.statistics else ()):
             outputs = self.compiled(*inputs) if verification is None else verification.call(inputs)
         if verification is not None and verification.rejected:
             self.eager = EagerGraph(verification.eager, verification.fallback)
             verification.fallback.recorder.part_runs_eagerly()
+            self.executions.graphs -= 1
             return outputs
-        self.executions.graphs += 1
         self.run = self.compiled
         return outputs
 

@@ -206,6 +206,44 @@ class Checkpointed(Classifier):
         return checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
 
 
+class Reentrant(Classifier):
+    """Compares the gradient of a bias in front of dropout with the mask of the forward pass."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(8, 3), nn.Dropout()))
+
+    def training_step(self, batch, batch_idx):
+        outputs = checkpoint(self.net, batch[0].clone().requires_grad_(), use_reentrant=True)
+        self.kept = outputs != 0
+        return outputs.sum()
+
+    def on_after_backward(self):
+        torch.testing.assert_close(self.net[0].bias.grad, 2.0 * self.kept.sum(0))
+
+
+def test_a_reentrant_checkpoint_recomputes_with_the_mask_of_its_forward_pass():
+    callback = InductorCompile(infer_mode=None, targets="net", baseline_steps=2)
+    fit(callback, make=Reentrant, train=batches_of(*[4] * 10, 3), validation=None)
+    assert callback.report.train.diagnostics.eager_calls == {}
+
+
+class Annealed(Classifier):
+    """Passes another float in each step."""
+
+    def __init__(self):
+        super().__init__(Divides(smooth()))
+        self.temperature = 1.0
+
+    def logits(self, x):
+        self.temperature += 0.37
+        return self.net(x, self.temperature)
+
+
+class Divides(Wrapper):
+    def forward(self, x, temperature=1.0):
+        return torch.tanh(self.net(x) / temperature)
+
+
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
@@ -225,9 +263,10 @@ FEW_OF_TWO_SIZES = [4, 4, 3, 4, 3]
         (lambda: Classifier(Breaks(mlp())), [4] * 5 + [3] * 12, {}, 4, {"net": 7}),
         (lambda: Checkpointed(smooth()), FEW_OF_TWO_SIZES, {}, 2, {}),
         (lambda: Classifier(smooth()), FEW_OF_TWO_SIZES, {"train_mode": {"fullgraph": True}}, 2, {}),
+        (Annealed, [8] * 12 + [8, 3] * 26, {"baseline_steps": 2}, 4, {"net": 21}),
         (lambda: Classifier(blocks()), FEW_OF_TWO_SIZES, {"targets": "net.*"}, 4, {}),
     ],
-    ids=["unfreeze", "attribute", "a graph break counts once", "checkpoint", "fullgraph", "equal blocks"],
+    ids=["unfreeze", "attribute", "a graph break counts once", "checkpoint", "fullgraph", "float", "equal blocks"],
 )
 def test_a_call_that_no_graph_fits_counts_or_is_compiled_at_once_if_it_must(make, sizes, settings, graphs, eager_calls):
     callback = InductorCompile(infer_mode=None, **{"targets": "net", "baseline_steps": 0, **settings})
