@@ -76,6 +76,7 @@ def executions(monkeypatch):
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("recompiles_at_once")
 def test_eager_and_compiled_calls_of_a_batch_norm_share_a_step(executions, case, mode, accelerator):
     first_call, settings = CASES[case]
     settings = settings | {"train_mode": {"mode": mode, **settings["train_mode"]}}
