@@ -31,27 +31,16 @@ from tests.support.step_times import TimedSteps, Times
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
-def of_size(elements):
-    return Workload("train", "tokens", ((1, elements),))
-
-
-def test_timer_compares_the_current_work_only():
+def test_timer_compares_the_current_work_only_and_does_not_sample_the_first_step_with_new_shapes():
+    small, large = (Workload("train", "tokens", ((1, elements),)) for elements in (1, 2))
     steps = TimedSteps()
-    timer = steps.timer
-    steps.run([10] * 12, compiled=False, workload=of_size(1))
-    steps.run([5] * 20, compiled=True, workload=of_size(1))
-    assert timer.times("train").workload == of_size(1)
-    assert len(timer.times("train").eager_ms) == 10
-    steps.run([80] * 50, compiled=True, workload=of_size(2))
-    times = timer.times("train")
-    assert (times.workload, times.eager_ms, len(times.compiled_ms)) == (of_size(2), (), 49)
-
-
-def test_timer_does_not_sample_the_first_step_with_new_shapes():
-    steps = TimedSteps()
-    steps.run([1] * 5, compiled=True, workload=of_size(1))
-    steps.run([50, 2], compiled=True, workload=of_size(2))
-    assert steps.timer.windows("train")[of_size(2)] == ((pytest.approx(2.0),),)
+    steps.run([10] * 12, compiled=False, workload=small)
+    steps.run([5] * 20, compiled=True, workload=small)
+    times = steps.timer.times("train")
+    assert (times.workload, len(times.eager_ms)) == (small, 10)
+    steps.run([900, *[80] * 49], compiled=True, workload=large)
+    times = steps.timer.times("train")
+    assert (times.workload, times.eager_ms, times.compiled_ms) == (large, (), pytest.approx((80.0,) * 49))
 
 
 class Frozen(Classifier):
@@ -71,35 +60,21 @@ def test_steps_that_train_other_weights_have_no_speedup_without_eager_steps_of_t
     assert train.speedup is None
 
 
-NET = CompileKey("net", "train")
-
-
-@pytest.fixture
-def recorder():
-    return CompileRecorder()
-
-
-@pytest.fixture
-def steps():
-    """Has an eager baseline of 10 ms."""
-    steps = TimedSteps()
-    steps.run([10] * 12, compiled=False)
-    return steps
-
-
-def messages(recorder, timer, phase="train"):
+def messages(recorder, timer):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer).check_step_times(
-            phase, Variant()
-        )
+        session_warnings = SessionWarnings(WarnOnce(), PhaseSwitch([], recorder=recorder), recorder, timer)
+        session_warnings.check_step_times("train", Variant())
     return [str(warning.message) for warning in found]
 
 
-def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
+def test_slower_steps_are_reported_with_the_last_recompile():
+    recorder, steps = CompileRecorder(), TimedSteps()
+    steps.run([10] * 12, compiled=False)
     steps.run([5] * 100, compiled=True)
     assert messages(recorder, steps.timer) == []
-    recorder.record("recompile", NET, reason="tensor 'x' size mismatch at index 0: expected 4, actual 5")
+    mismatch = "tensor 'x' size mismatch at index 0: expected 4, actual 5"
+    recorder.record("recompile", CompileKey("net", "train"), reason=mismatch)
     steps.run([14] * RECENT_WINDOWS * WINDOW_STEPS, compiled=True)
     (message,) = messages(recorder, steps.timer)
     assert "compiled train steps are slower than eager steps (14.00 ms in the last 30, eager 10.00 ms)." in message
@@ -108,12 +83,12 @@ def test_slower_steps_are_reported_with_the_last_recompile(recorder, steps):
     assert "train_mode='eager'" in message
 
 
-def test_noise_and_few_samples_are_not_reported(recorder):
+def test_noise_and_few_samples_are_not_reported():
     steps = TimedSteps()
     steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
     steps.run([10.5] * 30, compiled=True)
     steps.run([90] * 2, compiled=True, workload="few")
-    assert messages(recorder, steps.timer) == []
+    assert messages(CompileRecorder(), steps.timer) == []
 
 
 def noisy(median, count=20, spread=0.1):
@@ -145,18 +120,14 @@ def test_speedup_needs_samples_and_an_interval_without_one(eager, compiled, verd
     assert (found and found.outcome) == verdict
 
 
-def test_a_disturbance_of_some_windows_leaves_no_clear_difference():
-    """The eager steps may have run during such a disturbance."""
+def test_a_disturbance_of_some_windows_and_a_drift_over_the_run_leave_no_clear_difference():
+    """The eager steps may have run during such a disturbance, and are at the begin of the drift."""
     quiet, slow = noisy(10.0, 10), noisy(13.0, 10)
     assert compare([slow], [quiet] * 9).outcome == "faster"
     assert compare([slow], [*[quiet] * 8, slow]).outcome == "no difference"
-
-
-def test_drift_over_the_run_is_no_difference():
-    """The eager steps are at the begin of the drift, and most compiled steps are not."""
-    windows = [noisy(10.0 - 0.02 * number, 10, 0.02) for number in range(30)]
-    assert compare([noisy(10.0, 10, 0.02)], windows).outcome == "no difference"
-    assert compare([noisy(11.0, 10, 0.02)], windows).outcome == "faster"
+    drifting = [noisy(10.0 - 0.02 * number, 10, 0.02) for number in range(30)]
+    assert compare([noisy(10.0, 10, 0.02)], drifting).outcome == "no difference"
+    assert compare([noisy(11.0, 10, 0.02)], drifting).outcome == "faster"
 
 
 @pytest.mark.parametrize(
@@ -224,19 +195,13 @@ class Stream:
         return event
 
 
-@pytest.fixture(params=["mps", "xpu", "cuda"])
-def device(request, monkeypatch):
+@pytest.mark.parametrize("device", ["mps", "xpu", "cuda"])
+def test_a_step_is_timed_by_the_device_without_a_synchronization(device, monkeypatch):
     stream = Stream()
-    module = types.SimpleNamespace(Event=stream.event, synchronize=stream.synchronize)
-    monkeypatch.setattr(torch, request.param, module)
-    return torch.device(request.param), stream
-
-
-def test_a_step_is_timed_by_the_device_without_a_synchronization(device):
-    device, stream = device
+    monkeypatch.setattr(torch, device, types.SimpleNamespace(Event=stream.event, synchronize=stream.synchronize))
     timer = StepTimer(clock=lambda: 0.0)  # no time passes on the CPU
     for _ in range(5):
-        step = Step(variant=Variant(), kind="compiled", workload=WORK, span=Span(device, timer.clock))
+        step = Step(variant=Variant(), kind="compiled", workload=WORK, span=Span(torch.device(device), timer.clock))
         stream.queued_ms += 4
         timer.stop("train", step, "train")
     assert timer.windows("train") == {}
