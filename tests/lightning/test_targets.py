@@ -20,13 +20,8 @@ from torchmetrics import Metric
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support import random_modules
-from tests.support.against_eager import (
-    assert_fits_as_eager,
-    assert_same_fit,
-    assert_same_module,
-    assert_same_values,
-)
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.against_eager import assert_fits_as_eager, assert_same_fit, assert_same_module, assert_same_values
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -80,6 +75,13 @@ class WithParameters(Metric):
         return self.total
 
 
+class Validates(Classifier):
+    """Validates with the call of the training step."""
+
+    def validation_step(self, batch, batch_idx):
+        self.validation_outputs.append(self.logits(batch[0]))
+
+
 class Steps(Classifier):
     """Its training step calls a function with the module and the inputs."""
 
@@ -100,17 +102,13 @@ class Steps(Classifier):
         return torch.optim.SGD([*self.net.parameters(), *self.ema.parameters()], lr=0.1)
 
 
-PARTS = {"net.encoder", "net.head"}
+PARTS, BOTH = {"net.encoder", "net.head"}, {"net", "net.encoder"}
 CALLS = {  # the targets with a baseline, and without one
     "module": (lambda m, x: m.net(x), {"net"}, {"net"}),
     "forward": (lambda m, x: m.net.forward(x), {"net.encoder", "net.decode"}, PARTS),
     "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}, PARTS),
-    "method that calls its module": (lambda m, x: m.net.generate(x), {"net", "net.encoder"}, {"net", "net.encoder"}),
-    "module before its part": (
-        lambda m, x: m.net(x) + m.net.encoder(x).sum(),
-        {"net", "net.encoder"},
-        {"net", "net.encoder"},
-    ),
+    "method that calls its module": (lambda m, x: m.net.generate(x), BOTH, BOTH),
+    "module before its part": (lambda m, x: m.net(x) + m.net.encoder(x).sum(), BOTH, BOTH),
     "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}, {"ema.module"}),
 }
 
@@ -166,13 +164,10 @@ def test_an_exception_in_a_recorded_method_leaves_nothing_on_the_module():
 def test_the_users_profiler_does_not_hinder_finding_targets(profiler, tmp_path):
     function, called, _ = CALLS["methods"]
     callback = InductorCompile("default", None, baseline_steps=2)
-    settings = {"make": lambda: Steps(function), "validation": None}
-    if profiler == "torch's":
-        with torch.profiler.profile(acc_events=True):
-            fit(callback, **settings)
-    else:
-        fit(callback, **settings, profiler=AdvancedProfiler(tmp_path, "profile"))
-        assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+    of_lightning = AdvancedProfiler(tmp_path, "profile") if profiler == "Python's" else None
+    with contextlib.nullcontext() if of_lightning else torch.profiler.profile(acc_events=True):
+        fit(callback, make=lambda: Steps(function), validation=None, profiler=of_lightning)
+    assert of_lightning is None or "training_step" in (tmp_path / "fit-profile.txt").read_text()
     assert set(callback.report.train.targets) == called
 
 
@@ -215,11 +210,7 @@ class Patched(Classifier):
 
 @pytest.mark.parametrize(
     ("method", "patch", "at_batch"),
-    [
-        ("forward", as_closure, None),
-        ("decode", as_method, None),
-        ("decode", as_closure, 3),
-    ],
+    [("forward", as_closure, None), ("decode", as_method, None), ("decode", as_closure, 3)],
 )
 def test_a_replaced_method_runs_as_in_eager_and_stays(method, patch, at_batch):
     arguments = {"make": lambda: Patched(method, patch, at_batch), "validation": None}
@@ -272,10 +263,8 @@ def test_a_pickle_of_a_run_loads_without_this_library(tmp_path):
 # ------------------------------------------------------------------------------------------ that torch cannot compile
 
 
-class WithScript(Classifier):
+class WithScript(Validates):
     """Its step calls a scripted and a traced child before the network."""
-
-    forward = pl.LightningModule.forward
 
     def __init__(self):
         super().__init__()
@@ -287,65 +276,47 @@ class WithScript(Classifier):
     def logits(self, x):
         return self.net(self.traced(self.scripted(x)))
 
-    def validation_step(self, batch, batch_idx):
-        self.validation_outputs.append(self.logits(batch[0]))
 
-
-@pytest.mark.parametrize("targets", [None, ["traced", "net"], ["scripted.forward"]])
-def test_script_modules_are_no_default_targets_and_run_eagerly_with_a_warning_if_they_are_named(targets):
-    callback = InductorCompile(targets=targets, baseline_steps=0)
-    message = f"target '{targets and targets[0]}' is not compiled: it is a TorchScript module"
-    with pytest.warns(CompileWarning, match=message) if targets else contextlib.nullcontext():
-        module = fit(callback, make=WithScript)
-    eager = fit(make=WithScript)
-    assert_same_values(module, eager)
-    assert vars(module.scripted).keys() == vars(eager.scripted).keys()
-    found = ("net",) if targets is None else tuple(targets[1:])
-    for phase in (callback.report.train, callback.report.infer):
-        assert (phase.targets, phase.graphs, phase.graph_breaks, phase.fallbacks) == (found, len(found), 0, 0)
-
-
-class Asynchronous(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
+class Asynchronous(Wrapper):
     async def forward(self, x):
         return self.net(x)
 
-    async def encode(self, x):
-        return self.net(x)
+    encode = forward
 
 
-class Awaits(Classifier):
+class Awaits(Validates):
     """Awaits the call, or a method, of its net."""
 
-    forward = pl.LightningModule.forward
-
-    def __init__(self, method):
+    def __init__(self, method="__call__"):
         super().__init__(Asynchronous())
         self.method = method
 
     def logits(self, x):
-        coroutine = self.net(x) if self.method == "call" else getattr(self.net, self.method)(x)
+        coroutine = getattr(self.net, self.method)(x)
         assert inspect.iscoroutine(coroutine)
         return asyncio.run(coroutine)
 
-    def validation_step(self, batch, batch_idx):
-        self.validation_outputs.append(self.logits(batch[0]))
-
 
 @pytest.mark.parametrize(
-    ("method", "targets", "found"), [("call", "net", ()), ("encode", "net.encode", ()), ("call", None, ("net.net",))]
+    ("make", "targets", "reason", "found"),
+    [
+        (WithScript, None, None, ("net",)),
+        (WithScript, ["traced", "net"], "it is a TorchScript module", ("net",)),
+        (WithScript, ["scripted.forward"], "it is a TorchScript module", ()),
+        (Awaits, None, None, ("net.net",)),
+        (Awaits, ["net"], "its .* is an async function", ()),
+        (lambda: Awaits("encode"), ["net.encode"], "its .* is an async function", ()),
+    ],
 )
-def test_an_async_target_returns_a_coroutine_with_a_warning_and_what_it_calls_is_a_default_target(
-    method, targets, found
+def test_script_modules_and_async_functions_are_no_default_targets_and_run_eagerly_with_a_warning_if_they_are_named(
+    make, targets, reason, found
 ):
     callback = InductorCompile(targets=targets, baseline_steps=0)
-    message = f"target '{targets}' is not compiled: its .* is an async function"
+    message = f"target '{targets and targets[0]}' is not compiled: {reason}"
     with pytest.warns(CompileWarning, match=message) if targets else contextlib.nullcontext():
-        assert_same_fit(callback, make=lambda: Awaits(method))
-    assert callback.report.train.targets == found
+        assert_same_fit(callback, make=make)
+    for phase in (callback.report.train, callback.report.infer):
+        assert (phase.targets, phase.graphs, phase.graph_breaks, phase.fallbacks) == (found, len(found), 0, 0)
 
 
 class _Skipped(nn.Module):
