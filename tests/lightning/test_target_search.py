@@ -201,11 +201,7 @@ class Watched(Validates):
         self.holder, self.loss, self.outer = Wrapper(), Wrapper(WithParameters()), Wrapper(Wrapper())
         self.plain = nn.Sequential(nn.Softplus())
         self.graphs, self.seen = [], {True: [], False: []}
-        self.outer.net.compile(backend=self.count)
-
-    def count(self, graph_module, inputs):
-        self.graphs.append(graph_module)
-        return graph_module
+        self.outer.net.compile(backend=lambda graph, inputs: self.graphs.append(graph) or graph)
 
     def logits(self, x):
         self.seen[self.trainer.training].append(slots(self, CallProbe))
@@ -294,17 +290,15 @@ def test_a_shallow_copy_of_a_child_computes_with_its_own_parts(baseline_steps):
 class ReplacesInValidation(Classifier):
     def __init__(self):
         super().__init__()
-        self.installed = []
+        self.old, self.installed = [self.net], []
 
     def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking and not hasattr(self, "old"):
-            self.__dict__["old"] = self.net
+        if not self.trainer.sanity_checking and self.net is self.old[0]:
             self.net = copy.deepcopy(self.net)
             self.trainer.strategy.setup_optimizers(self.trainer)
 
     def on_train_batch_end(self, *args):
-        old = self.__dict__.get("old", self.net)
-        self.installed.append((bool(slots(old)), bool(slots(self.net))))
+        self.installed.append((bool(slots(self.old[0])), bool(slots(self.net))))
 
 
 def test_a_network_that_replaces_another_within_an_epoch_is_compiled_and_the_old_one_runs_without_this_library():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import inspect
 import pickle
 import types
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
 from torch._dynamo.utils import counters
@@ -21,7 +20,7 @@ from torchmetrics import Metric
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support import random_modules
 from tests.support.against_eager import assert_fits_as_eager, assert_same_fit, assert_same_module, assert_same_values
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -46,18 +45,6 @@ class Parts(nn.Module):
 
     def generate(self, x):
         return self.encoder(x).sum() + self(x)
-
-
-class Ema(nn.Module):
-    """Steps call the module inside it."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.copy = copy.deepcopy(module)
-
-    def forward(self, x):
-        return self.copy(x)
 
 
 class WithParameters(Metric):
@@ -85,21 +72,19 @@ class Validates(Classifier):
 class Steps(Classifier):
     """Its training step calls a function with the module and the inputs."""
 
-    def __init__(self, call):
-        super().__init__(Parts())
-        self.ema = Ema(nn.Linear(FEATURES, CLASSES))
-        self.metric = WithParameters()
-        self.scale = nn.Softplus()
-        self.call = call
+    def __init__(self, call, net=None):
+        super().__init__(net or Parts())
+        self.outer = Wrapper(nn.Linear(FEATURES, CLASSES))  # steps call only the module inside it
+        self.metric, self.scale, self.call = WithParameters(), nn.Softplus(), call
 
     def logits(self, x):
         return self.call(self, x)
 
     def validation_step(self, batch, batch_idx):
-        self.metric(self.ema.module(batch[0]))
+        self.metric(self.outer.net(batch[0]))
 
     def configure_optimizers(self):
-        return torch.optim.SGD([*self.net.parameters(), *self.ema.parameters()], lr=0.1)
+        return torch.optim.SGD([*self.net.parameters(), *self.outer.parameters()], lr=0.1)
 
 
 PARTS, BOTH = {"net.encoder", "net.head"}, {"net", "net.encoder"}
@@ -109,7 +94,7 @@ CALLS = {  # the targets with a baseline, and without one
     "methods": (lambda m, x: m.net.decode(m.scale(m.net.encode(x))), {"net.encode", "net.decode"}, PARTS),
     "method that calls its module": (lambda m, x: m.net.generate(x), BOTH, BOTH),
     "module before its part": (lambda m, x: m.net(x) + m.net.encoder(x).sum(), BOTH, BOTH),
-    "module inside a child": (lambda m, x: m.ema.module(x), {"ema.module"}, {"ema.module"}),
+    "module inside a child": (lambda m, x: m.outer.net(x), {"outer.net"}, {"outer.net"}),
 }
 
 
@@ -127,23 +112,16 @@ def test_default_targets_are_the_called_modules_and_methods(call, baseline_steps
     train, infer = callback.report.train, callback.report.infer
     assert {event["target"] for event in train.diagnostics.events if event["kind"] == "compile"} == called
     assert set(train.targets) == called
-    assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"ema.module"}
+    assert {event["target"] for event in infer.diagnostics.events if event["kind"] == "compile"} == {"outer.net"}
 
 
 @pytest.mark.parametrize("targets", [None, ["net"]])
 def test_a_target_that_only_a_compiled_function_calls_is_warned_about(targets):
-    class Compiled(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.function = torch.compile(lambda net, x: net(x) * 2)
-
-        def logits(self, x):
-            return self.function(self.net, x)
-
+    function = torch.compile(lambda net, x: net(x) * 2)
     before = counters["stats"]["unique_graphs"]
     callback = InductorCompile("max-autotune-no-cudagraphs", None, targets=targets, on_error="raise", baseline_steps=2)
     with pytest.warns(CompileWarning, match="nothing is compiled in the train phase, because its steps call none of"):
-        fit(callback, make=Compiled, train=20, validation=None)
+        fit(callback, make=lambda: Steps(lambda m, x: function(m.net, x), mlp()), train=20, validation=None)
     train = callback.report.train
     assert (train.graphs, train.compiled_step_ms, train.speedup) == (0, None, None)
     assert train.eager_step_ms is not None
@@ -239,24 +217,18 @@ for path in sys.argv[1:]:
 """
 
 
-class Pickles(pl.Callback):
-    """Pickles the module within a step."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_after_backward(self, trainer, pl_module):
-        assert "encode" in vars(pl_module.net)
-        self.path.write_bytes(pickle.dumps(pl_module))
-
-
 def test_a_pickle_of_a_run_loads_without_this_library(tmp_path):
     for name in ("original", "patched"):
+
+        def pickle_within_step(trainer, pl_module, path=tmp_path / name):
+            assert "encode" in vars(pl_module.net)
+            path.write_bytes(pickle.dumps(pl_module))
+
         model = random_modules.Model(random_modules.Spec(blocks=("plain",), target="net.encode", shared=True))
         if name == "patched":
             model.net.encode = random_modules.first_features
         callback = InductorCompile(targets=["net.encode", "side"], baseline_steps=0)
-        trainer(callback, Pickles(tmp_path / name)).fit(model, loader(4))
+        trainer(callback, LambdaCallback(on_after_backward=pickle_within_step)).fit(model, loader(4))
     assert run_in_new_process(LOAD, tmp_path / "original", tmp_path / "patched").split() == ["0.0", "1.0"]
 
 

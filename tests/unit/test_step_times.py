@@ -68,7 +68,7 @@ def messages(recorder, timer):
     return [str(warning.message) for warning in found]
 
 
-def test_slower_steps_are_reported_with_the_last_recompile():
+def test_slower_steps_are_reported_with_the_last_recompile_and_noise_and_few_samples_are_not():
     recorder, steps = CompileRecorder(), TimedSteps()
     steps.run([10] * 12, compiled=False)
     steps.run([5] * 100, compiled=True)
@@ -82,13 +82,11 @@ def test_slower_steps_are_reported_with_the_last_recompile():
     assert "other programs that use the machine" in message
     assert "train_mode='eager'" in message
 
-
-def test_noise_and_few_samples_are_not_reported():
-    steps = TimedSteps()
+    steps = TimedSteps()  # noise and few samples
     steps.run([8, 9, 10, 11, 12] * 4, compiled=False)
     steps.run([10.5] * 30, compiled=True)
     steps.run([90] * 2, compiled=True, workload="few")
-    assert messages(CompileRecorder(), steps.timer) == []
+    assert messages(recorder, steps.timer) == []
 
 
 def noisy(median, count=20, spread=0.1):
@@ -147,13 +145,10 @@ def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason, mo
     assert reason in str(report)
 
 
-MIB = 2**20
-
-
 def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):
     """The user's own code may read the peak of torch's CUDA allocator, so it is not reset."""
     allocated = [100]  # MiB
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(allocated) * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(allocated) * 2**20)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
     memory = PeakMemory()
 
@@ -218,8 +213,7 @@ def counted_steps(count, accumulated=1):
         if timer.untimed_left:
             timer.untimed_left -= 1
         else:
-            span = types.SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda ms=number: ms)
-            step.span = span
+            step.span = types.SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda ms=number: ms)
         timer.stop("train", step, "train")
     return timer
 
@@ -249,8 +243,7 @@ def test_each_step_of_an_accumulation_is_timed_as_often_as_the_others(accumulate
 
 def test_each_stage_has_its_own_windows():
     timer = counted_steps(9_900)
-    left = timer.untimed_left
-    assert left
+    assert (left := timer.untimed_left)
     for _ in range(20):
         timer.stop("train", Step(variant=Variant(), kind="compiled", workload=WORK, span=Span()), "other")
         assert timer.untimed_left == 0
