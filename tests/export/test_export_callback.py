@@ -44,7 +44,11 @@ class Hyperparameter:
     """Its class is one that ``weights_only=True`` refuses."""
 
 
-class Aging(Classifier):
+class WithExample(Classifier):
+    example_input_array = torch.randn(1, FEATURES)
+
+
+class Aging(WithExample):
     """Its first epoch is its best."""
 
     def __init__(self) -> None:
@@ -59,10 +63,6 @@ class Aging(Classifier):
 class ByValue(Classifier):
     def forward(self, x):
         return self.net(x) if x.sum() > 0 else -self.net(x)
-
-
-class WithExample(Classifier):
-    example_input_array = torch.randn(1, FEATURES)
 
 
 class MakesItsNet(Classifier):
@@ -87,17 +87,20 @@ def assert_exports(callback, module):
     torch.testing.assert_close(load_exported(callback.path)(X), expected(module, X), **CLOSE)
 
 
+def best_of(checkpoint):
+    best = Aging()
+    best.load_state_dict(torch.load(checkpoint.best_model_path, weights_only=False)["state_dict"])
+    return best
+
+
 def run_with(folder, *callbacks):
     """A fit with TensorBoard and checkpoints: the module, its best weights, random numbers and the log directory."""
-    checkpoint = checkpointing(folder / "checkpoints")
-    logger = TensorBoardLogger(folder)
+    checkpoint, logger = checkpointing(folder / "checkpoints"), TensorBoardLogger(folder)
     settings = {"logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
     random.seed(0)
     torch._dynamo.reset()
     module = fit(*callbacks, checkpoint, make=Aging, **settings)
-    best = Aging()
-    best.load_state_dict(torch.load(checkpoint.best_model_path, weights_only=False)["state_dict"])
-    return module, best, (torch.rand(3), random.random()), logger.log_dir
+    return module, best_of(checkpoint), (torch.rand(3), random.random()), logger.log_dir
 
 
 def test_the_best_weights_are_exported_and_the_run_is_unchanged(tmp_path):
@@ -139,12 +142,9 @@ def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(tmp_pat
     path.write_text("an older package")
     callback = AOTInductorExport(path, weights="last", mode={"passes": [WrongForward("infer")]}, verify=verify)
     text = "the package differs from eager: output 0 has a relative error of "
-    if verify == "warn":
-        with pytest.warns(CompileWarning, match=rf"net\.pt2 was not written: {text}"):
-            fit(callback)
-    else:
-        with pytest.raises(ExportError, match=text):
-            fit(callback)
+    warns = pytest.warns(CompileWarning, match=rf"net\.pt2 was not written: {text}")
+    with warns if verify == "warn" else pytest.raises(ExportError, match=text):
+        fit(callback)
     assert path.read_text() == "an older package"
     assert [file.name for file in tmp_path.iterdir()] == ["net.pt2"]
     assert (callback.report.verified, callback.report.path) == ("differs", None)
@@ -155,18 +155,10 @@ def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(tmp_pat
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_the_last_weights_are_exported_with_a_warning_if_there_are_no_best_ones(tmp_path):
-    callback = AOTInductorExport(tmp_path / "net.pt2")
-    with pytest.warns(CompileWarning, match=r"net\.pt2 gets the last weights: there is no best checkpoint"):
-        module = fit(callback)
-    assert callback.report.weights == "last"
-    assert_exports(callback, module)
-
-
-@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("make", "settings", "name"),
     [
+        (Classifier, {}, "x"),
         (Classifier, {"target": "net"}, "input"),
         (MakesItsNet, {"target": "net"}, "input"),
         (Classifier, {"inputs": lambda batch: {"x": batch[0] * 2}}, "x"),
@@ -174,10 +166,13 @@ def test_the_last_weights_are_exported_with_a_warning_if_there_are_no_best_ones(
         (WithExample, {"mode": "default"}, "x"),
     ],
 )
-def test_target_and_inputs_choose_what_is_exported(tmp_path, make, settings, name):
-    callback = AOTInductorExport(tmp_path / "net.pt2", weights="last", **settings)
-    module = fit(callback, make=make)
-    assert callback.report.verified == "equal"
+def test_target_and_inputs_choose_what_is_exported_with_a_warning_if_there_are_no_best_weights(
+    tmp_path, make, settings, name
+):
+    callback = AOTInductorExport(tmp_path / "net.pt2", **settings)
+    with pytest.warns(CompileWarning, match=r"net\.pt2 gets the last weights: there is no best checkpoint"):
+        module = fit(callback, make=make)
+    assert (callback.report.verified, callback.report.weights) == ("equal", "last")
     x = torch.randn(4, FEATURES)
     torch.testing.assert_close(load_exported(callback.path)(**{name: x}), expected(module, x), **CLOSE)
 
@@ -195,54 +190,35 @@ class Payload:
         return os.mkdir, (str(self.ran),)
 
 
-def weights() -> dict[str, torch.Tensor]:
-    """Return weights for a `Classifier`, different from those of the run."""
-    torch.manual_seed(7)
-    return Classifier(mlp()).state_dict()
-
-
 def resume(
-    folder: Path, export_to: Path, change, *, best: int = 1, max_epochs: int = 2
+    folder: Path, *, among_others: bool = False, max_epochs: int = 2, **content
 ) -> tuple[AOTInductorExport, Aging]:
-    """Train one epoch, edit the callback state in the checkpoint with ``change``, and resume from the checkpoint."""
-    checkpoint = checkpointing(folder)
+    """Train one epoch, let its checkpoint name another file with ``content`` as the best one, and resume from it.
+
+    A file that is named among others becomes the best one when the next checkpoint is compared with it.
+    """
+    named, score, checkpoint = str(folder / "named.ckpt"), torch.tensor(-1e9), checkpointing(folder)
+    torch.save({"state_dict": seeded(Classifier).state_dict(), **content}, named)
     fit(checkpoint, make=Aging, max_epochs=1, enable_checkpointing=True)
     state = torch.load(checkpoint.last_model_path, weights_only=False)
     (of_checkpoint,) = [value for name, value in state["callbacks"].items() if name.startswith("ModelCheckpoint")]
-    change(of_checkpoint)
-    state["hyper_parameters"] = {}
-    torch.save(state, folder / "resumed.ckpt")
-    callback, module = AOTInductorExport(export_to), seeded(Aging)
-    module.example_input_array = torch.zeros(4, FEATURES)  # because a run without a step has no batch
-    settings = {"max_epochs": max_epochs, "enable_checkpointing": True}
-    trainer(callback, checkpointing(folder, best), **settings).fit(
-        module, loader(), loader(2, seed=2), ckpt_path=folder / "resumed.ckpt"
-    )
-    return callback, module
-
-
-def as_best(path: Path):
-    return lambda state: state.update(best_model_path=str(path), best_model_score=torch.tensor(-1e9))
-
-
-def among_best(path: Path):
-    """Named as one of several: it becomes the best one when the next checkpoint is compared with the file."""
-    return lambda state: state.update(best_k_models={str(path): torch.tensor(-1e9)}, kth_best_model_path=str(path))
+    if among_others:
+        of_checkpoint |= {"best_k_models": {named: score}, "kth_best_model_path": named}
+    else:
+        of_checkpoint |= {"best_model_path": named, "best_model_score": score}
+    torch.save({**state, "hyper_parameters": {}}, folder / "resumed.ckpt")
+    callback, checkpoint = AOTInductorExport(folder / "net.pt2"), checkpointing(folder, best=2 if among_others else 1)
+    settings = {"max_epochs": max_epochs, "enable_checkpointing": True, "ckpt_path": folder / "resumed.ckpt"}
+    return callback, fit(callback, checkpoint, make=Aging, **settings)
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(
-    ("named", "best", "max_epochs"),
-    [(as_best, 1, 2), (among_best, 2, 2), pytest.param(as_best, 1, 1, id="no training left")],
-)
-def test_a_planted_best_checkpoint_is_not_unpickled(named, best, max_epochs, tmp_path):
-    planted, ran = tmp_path / "planted.ckpt", tmp_path / "ran"
-    torch.save({"state_dict": weights(), "payload": Payload(ran)}, planted)
-    with pytest.warns(CompileWarning, match=r"net\.pt2 gets the last weights: .*planted\.ckpt, which the resumed"):
-        callback, module = resume(
-            tmp_path / "run", tmp_path / "net.pt2", named(planted), best=best, max_epochs=max_epochs
-        )
-    assert len(module.losses) == 8 * (max_epochs - 1)
+@pytest.mark.parametrize("settings", [{}, {"among_others": True}, {"max_epochs": 1}])  # 1: no training is left
+def test_a_planted_best_checkpoint_is_not_unpickled(settings, tmp_path):
+    ran = tmp_path / "ran"
+    with pytest.warns(CompileWarning, match=r"net\.pt2 gets the last weights: .*named\.ckpt, which the resumed"):
+        callback, module = resume(tmp_path, payload=Payload(ran), **settings)
+    assert len(module.losses) == (0 if "max_epochs" in settings else 8)
     assert not ran.exists()
     assert (callback.report.weights, callback.report.error) == ("last", None)
     assert_exports(callback, module)
@@ -250,31 +226,23 @@ def test_a_planted_best_checkpoint_is_not_unpickled(named, best, max_epochs, tmp
 
 @pytest.mark.usefixtures("uncompiled")
 def test_the_best_checkpoint_of_a_resumed_run_is_exported_if_it_has_only_weights(tmp_path):
-    best = tmp_path / "best.ckpt"
-    torch.save({"state_dict": weights(), "hyper_parameters": {"rate": 0.1}}, best)
-    callback, _ = resume(tmp_path / "run", tmp_path / "net.pt2", as_best(best))
-    assert (callback.report.weights, callback.report.checkpoint) == ("best", str(best))
-    module = Classifier()
-    module.load_state_dict(weights())
-    assert_exports(callback, module)
+    callback, _ = resume(tmp_path, hyper_parameters={"rate": 0.1})
+    assert (callback.report.weights, callback.report.checkpoint) == ("best", str(tmp_path / "named.ckpt"))
+    assert_exports(callback, seeded(Classifier))
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_best_checkpoint_of_this_process_is_exported_with_hyperparameters_of_any_class(tmp_path):
     callback, checkpoint = AOTInductorExport(tmp_path / "net.pt2"), checkpointing(tmp_path)
-    made = trainer(callback, checkpoint, max_epochs=2, enable_checkpointing=True)
-    module = seeded(Aging)
-    made.fit(module, loader(), loader(2, seed=2))
-    assert callback.report.weights == "best"
-    made.fit_loop.max_epochs = 3
-    made.fit(module, loader(), loader(2, seed=2))  # its best checkpoint is still that of the first fit
-    assert (callback.report.weights, callback.report.checkpoint) == ("best", checkpoint.best_model_path)
-    best = Aging()
-    best.load_state_dict(torch.load(checkpoint.best_model_path, weights_only=False)["state_dict"])
-    assert_exports(callback, best)
+    made, module = trainer(callback, checkpoint, enable_checkpointing=True), seeded(Aging)
+    for epochs in (2, 3):  # the best checkpoint is still that of the first fit
+        made.fit_loop.max_epochs = epochs
+        made.fit(module, loader(), loader(2, seed=2))
+        assert (callback.report.weights, callback.report.checkpoint) == ("best", checkpoint.best_model_path)
+    assert_exports(callback, best_of(checkpoint))
 
 
-def test_a_module_that_cannot_be_exported_is_a_warning(tmp_path):
+def test_a_module_that_cannot_be_exported_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
     callback = AOTInductorExport(tmp_path / "net.pt2", weights="last")
     text = rf"net\.pt2 was not written: ByValue cannot be exported: .*\(at {__file__}:"
     with pytest.warns(CompileWarning, match=text):
@@ -284,12 +252,9 @@ def test_a_module_that_cannot_be_exported_is_a_warning(tmp_path):
     assert callback.report.describe().startswith("no package: ByValue")
     assert list(tmp_path.iterdir()) == []
 
-
-def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
     class Sharded:
         is_global_zero, strategy, loggers, global_step = True, FSDPStrategy(), (), 0
 
-    callback = AOTInductorExport(tmp_path / "net.pt2")
     with pytest.warns(CompileWarning, match="FSDPStrategy shards the weights"):
         callback.on_fit_end(Sharded(), Classifier())
     with pytest.warns(CompileWarning, match="ran no batch, and example_input_array is not set"):
@@ -306,16 +271,12 @@ def test_sharded_weights_and_missing_inputs_are_warnings(tmp_path):
         ({"inputs": "x"}, TypeError, "inputs='x' must be a function of a batch"),
         ({"mode": "eager"}, ValueError, "mode='eager' compiles nothing"),
         ({"verify": "eager"}, ValueError, "verify='eager' is unknown"),
+        ({"target": "nowhere"}, ValueError, r"target='nowhere' is not a submodule: .*\[CC201"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(change, error, text):
+def test_wrong_arguments_are_refused_by_name(change, error, text, tmp_path):
     with pytest.raises(error, match=text):
-        AOTInductorExport(**{"path": "net.pt2", **change})
-
-
-def test_a_target_that_is_no_submodule_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"target='nowhere' is not a submodule: .*\[CC201"):
-        fit(AOTInductorExport(tmp_path / "net.pt2", target="nowhere"))
+        fit(AOTInductorExport(**{"path": tmp_path / "net.pt2", **change}))
 
 
 FIT_WITH_EXPORT = """
