@@ -116,6 +116,7 @@ class AOTInductorExport(Callback):
         self.report = ExportReport()
         self._batches: dict[str, Any] = {}
         self._paths_from_checkpoint: set[str] | None = None  # None until the training starts
+        self._paths_written: set[str] = set()
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -227,7 +228,9 @@ class AOTInductorExport(Callback):
             warn_user("CC610", message)
             return None
         # A resumed run without remaining training has written no checkpoint.
-        if self._paths_from_checkpoint is not None and path not in self._paths_from_checkpoint:
+        in_checkpoint = self._paths_from_checkpoint is None or path in self._paths_from_checkpoint
+        if not in_checkpoint or path in self._paths_written:
+            self._paths_written.add(path)
             load = trainer.strategy.checkpoint_io.load_checkpoint
             # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
             trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
