@@ -118,7 +118,7 @@ PRINTS = with_between(lambda net, x: print("between") or x)
 FULLGRAPH = PRINTS | {"mode": {"fullgraph": True}}
 BRANCHES = with_between(lambda net, x: x if x.sum() > 0 else -x)
 DROPS = with_between(lambda net, x: nn.functional.dropout(x, 0.5, net.training))
-RAGGED = {"train": batches_of(*[4] * 11, 3), "mode": {"dynamic": False}}
+RAGGED = {"train": batches_of(*[4] * 11, *[3] * 9), "mode": {"dynamic": False}}
 REGRESSIONS = {
     "print": (PRINTS, "train.graph_breaks: ", "print"),
     "branch": (BRANCHES, "train.graph_breaks: ", "(test_check_command.py:"),
