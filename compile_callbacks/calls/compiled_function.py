@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -111,11 +111,12 @@ class CompiledFunction:
             or any(isinstance(part, nn.SyncBatchNorm) for part in self._target.members[0].module.modules())
         )
         CompiledFunction._compiles += 1
+        compile_graph: Any = weakref.WeakMethod(self._backend.compile)
         self._backend.function = compiled = _torch.frames.compile_function(
             function,
-            # An object of its own, because torch older than 2.13 runs code behind a graph break again if its backend is
-            # equal, also if the code was freed.
-            functools.partial(self._backend.compile),
+            # An object of its own, because torch older than 2.13 runs freed code behind a graph break again if its
+            # backend is equal. It must not keep the module alive, because torch never frees it.
+            lambda graph, inputs: compile_graph()(graph, inputs),  # noqa: PLW0108
             self._convert,
             fullgraph=self._config.fullgraph,
             dynamic=self._config.dynamic,

@@ -71,7 +71,6 @@ def process_group():
 
 
 @pytest.mark.parametrize("mode", ["default", InductorConfig(fullgraph=True)])
-@pytest.mark.usefixtures("recompiles_at_once")
 def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(
     compiled, process_group, mode, monkeypatch
 ):
@@ -90,6 +89,8 @@ def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_o
             with pytest.raises(KeyError) if module.bad else contextlib.nullcontext():
                 parallel(x).sum().backward()
         assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
+        # Another module, because torch skips code that raised an exception of the user's.
+        parallel = nn.parallel.DistributedDataParallel(compiled(Raising(), train_mode=mode))
         monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda self: 1 / 0)
         with pytest.warns(CompileWarning, match="'forward' runs eagerly in the train phase.*ZeroDivisionError"):
             parallel(torch.randn(5, FEATURES)).sum().backward()
