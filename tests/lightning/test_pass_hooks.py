@@ -17,7 +17,7 @@ from compile_callbacks.report.table import to_markdown
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, mlp, trainer
 from tests.support.uncached import Uncached
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen", "recompiles_at_once")]
 
 TRAIN_KINDS = {
     "pre_grad": {"module"},
