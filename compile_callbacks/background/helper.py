@@ -115,11 +115,12 @@ class _Conversation:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
         ours, theirs = Pipe()
         worker = "compile_callbacks.background.worker", str(theirs.fileno()), "0" if trains_on_cpu else "5"
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # imports what this process imports
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *worker],
                 pass_fds=[theirs.fileno()],
-                env=_environment(compilers),
+                env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(compilers)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -179,9 +180,3 @@ class _Conversation:
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return in_one_line(describe_failure(error))
         return f"it ended with status {code}" + (f": {lines[-1]}" if lines else "")
-
-
-def _environment(compilers: int) -> dict[str, str]:
-    """Return the environment of the process, with which it imports what this process imports."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(compilers)}

@@ -101,7 +101,8 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         raise FileNotFoundError(f"path={str(path)!r} does not exist")
     content, metadata, spec = read_package(path)
     device = str(metadata.get("device", "cpu"))
-    if not _is_available(device):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device != "cpu" and (accelerator is None or accelerator.type != device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
         with _torch.export.own_warnings_off():
@@ -150,11 +151,6 @@ def _metadata_text(archive: zipfile.ZipFile, names: list[str]) -> Any:
         if name.endswith("wrapper_metadata.json"):
             return json.loads(archive.read(name)).get(METADATA_KEY)
     return None
-
-
-def _is_available(device: str) -> bool:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return device == "cpu" or (accelerator is not None and accelerator.type == device)
 
 
 _TIMEOUT_SECONDS = 300

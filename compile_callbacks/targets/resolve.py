@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Iterable, Sequence
 
@@ -58,14 +59,11 @@ def resolve_targets(root: nn.Module, names: Sequence[str]) -> list[Target]:
 
 def present_names(root: nn.Module, names: Sequence[str]) -> Sequence[str]:
     """Return a checked ``targets`` argument without the names that a changed module no longer has."""
-    return [name for name in names if _is_present(root, name)]
-
-
-def _is_present(root: nn.Module, name: str) -> bool:
-    try:
-        return bool(_matching(root, name))
-    except ValueError:
-        return False
+    present: list[str] = []
+    for name in names:
+        with contextlib.suppress(ValueError):
+            present += [name] if _matching(root, name) else []
+    return present
 
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:
