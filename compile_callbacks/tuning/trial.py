@@ -30,7 +30,7 @@ class Block(NamedTuple):
     breaks: int = 0  # the number of its graph breaks
     healing: tuple[str, ...] = ()  # the settings of Dynamo that may remove some of them
     settled: bool = False  # whether torch compiled nothing, except that it may have recorded CUDA graphs
-    new_shapes_ms: Sequence[float] = ()  # of the steps that can be compared, but are the first with their shapes
+    unseen_shapes_ms: Sequence[float] = ()  # of the steps that can be compared, but are the first with their shapes
 
 
 @dataclass

@@ -68,7 +68,7 @@ class Tuner:
         self._rounds = 0  # of the final: a block of eager and a block of the finalist
         self._round_steps = 0  # the steps of such a round
         self._shapes_repeat = True
-        self._new_shapes_ms: list[float] = []  # of eager
+        self._unseen_shapes_ms: list[float] = []  # of eager
 
     @property
     def needs_candidates(self) -> bool:
@@ -117,14 +117,14 @@ class Tuner:
         self._round_steps = 2 * block.steps
         if trial is not self._eager:
             trial.compile_seconds = block.compile_seconds
-        trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.new_shapes_ms)])
-        self._new_shapes_ms += block.new_shapes_ms if trial is self._eager else ()
+        trial.blocks.append([*block.milliseconds, *(() if self._shapes_repeat else block.unseen_shapes_ms)])
+        self._unseen_shapes_ms += block.unseen_shapes_ms if trial is self._eager else ()
         is_short = len(trial.samples) < MIN_SAMPLES and block.problem is None
         if is_short and len(trial.blocks) < _max_blocks(trial, block):
             return
         if is_short and trial is self._eager:
             self._shapes_repeat = False
-            trial.blocks.append(self._new_shapes_ms.copy())
+            trial.blocks.append(self._unseen_shapes_ms.copy())
         self._turns.pop(0)
         if block.problem is not None:
             trial.decide(*block.problem)  # a break can be the reason for a failure: the recompile limit

@@ -208,7 +208,7 @@ class TuningPolicy:
                 for event in self._events(self._first_event_of_block)
                 if event.kind in ("compile", "background")
             ),
-            new_shapes_ms=milliseconds[False],
+            unseen_shapes_ms=milliseconds[False],
         )
 
     def _events(self, since: int = 0) -> list[CompileEvent]:

@@ -274,10 +274,10 @@ def test_a_block_with_too_few_comparable_steps_runs_again():
 
 def test_a_candidate_that_records_a_cuda_graph_for_each_shape_runs_until_its_steps_can_be_compared():
     graphs = Variant(InductorConfig(mode="reduce-overhead"), "a")
-    tuner = started(graphs, eager=[15.0, 15.5] * 3, new_shapes_ms=[100.0] * 8)
+    tuner = started(graphs, eager=[15.0, 15.5] * 3, unseen_shapes_ms=[100.0] * 8)
     for _ in range(10):  # a recording in one of three steps leaves no sample
         assert tuner.candidate == "a"
-        tuner.block_ends(Block([], compile_seconds=18.0, steps=14, settled=True, new_shapes_ms=[7.0]))
+        tuner.block_ends(Block([], compile_seconds=18.0, steps=14, settled=True, unseen_shapes_ms=[7.0]))
     a = "a", [6.0, 6.1] * 3, 18.0
     play(tuner, a, ("eager", [15.0, 15.1] * 3, 0.0), a)
     assert tuner.winner == "a"
@@ -310,7 +310,7 @@ def test_the_first_steps_of_new_shapes_do_not_favor_the_last_candidate(lengths, 
                 (milliseconds if seen[tuner.candidate, length] else new).append(ms)
             known.add(length)
             seen[tuner.candidate, length] += 1
-        tuner.block_ends(Block(milliseconds, 1.0, steps=14, settled=True, new_shapes_ms=new))
+        tuner.block_ends(Block(milliseconds, 1.0, steps=14, settled=True, unseen_shapes_ms=new))
         if tuner.needs_candidates:
             tuner.start([Trial(Variant(None, name)) for name in list(mean_ms)[1:]])
     assert tuner.winner == ("a" if fast else "eager"), {name: t.median_ms for name, t in tuner.trials.items()}
