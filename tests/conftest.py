@@ -83,6 +83,7 @@ def _few_objects_to_collect():
 def _fresh_compiler():
     """Discard the compiled code of other tests before a test; afterwards, check torch's global settings and hooks."""
     torch._dynamo.reset()
+    compiled_function.CompiledFunction._compiles = 0  # of code that torch has not discarded
     torch.manual_seed(0)
     inductor, dynamo = torch._inductor.config.get_config_copy(), torch._dynamo.config.get_config_copy()
     environment = dict(os.environ)

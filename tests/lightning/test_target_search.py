@@ -132,7 +132,7 @@ class Trained(Classifier):
     """Trains with one optimizer, and counts the graphs of the first step."""
 
     def __init__(self, net, optimizer, *, by_hand):
-        super().__init__(net())
+        super().__init__(Wrapper(net()))  # torch 2.11 compiles nothing of the call of a Sequential
         self.optimizer, self.compiled_in_first_step = optimizer, None
         if by_hand:
             self.net.compile()
