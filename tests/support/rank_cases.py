@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile, Tune, compile_phases, restore
 from compile_callbacks import report_of as phases_report_of
+from compile_callbacks.calls import compiled_function
 from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, loader, seeded, trainer
 from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
 from tests.support.uncached import Uncached
@@ -222,7 +223,8 @@ def slow_validation() -> dict[str, Any]:
     ours = InductorCompile(None, {"dynamic": False}, baseline_steps=0, verify="off", passes=[Sleeps(5)])
     validate = DataLoader(Growing(), batch_size=None)
     settings = {"train": loader(4), "validate": validate, "use_distributed_sampler": False}
-    return both(Synced, ours=ours, **settings)
+    with mock.patch.object(compiled_function, "RECOMPILE_AFTER", 1):
+        return both(Synced, ours=ours, **settings)
 
 
 def exception() -> dict[str, Any]:
