@@ -43,8 +43,8 @@ class CompiledFunction:
 
     Repeated blocks form one target: torch's guards decide which blocks need separate graphs.
 
-    If torch's guards admit a call to none of the compiled graphs, the call runs eagerly. Only when `recompile_after` of
-    the last `OF_LAST_CALLS` calls did, torch compiles again.
+    A call that fails the guards of all compiled graphs runs eagerly. If `recompile_after` of the last `OF_LAST_CALLS`
+    calls failed them, torch compiles again.
 
     Attributes:
         calls: The number of calls of the function.
