@@ -72,7 +72,7 @@ class Spectral(Wrapper):
 BY_HAND = {
     "random_sample": (Samples, {}, "random generator random"),
     "full_deque": (Remembers, {}, "gradient"),
-    "own_function": (lambda: Wrapper(function_that("add in place")), {}, "gradient of net.net.scale"),
+    "own_function": (lambda: Wrapper(function_that("add in place")), {}, "gradient of net.net.layer"),
     "spectral_norm": (Spectral, {}, "net.net.2.weight_"),
     "wrong_pass": (Wrapper, {"post_grad_custom_post_pass": WrongForward(None)}, "gradient"),
 }
