@@ -43,6 +43,9 @@ if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny tensors, several threads are slower
 
 import pytest
+
+pytest.register_assert_rewrite("tests.cases.case", "tests.support.against_eager")
+
 import torch
 import torch._dynamo
 import torch._dynamo.config
