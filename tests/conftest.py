@@ -43,9 +43,6 @@ if "COMPILER_PATH" not in os.environ and (gold := shutil.which("ld.gold")):
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny tensors, several threads are slower
 
 import pytest
-
-pytest.register_assert_rewrite("tests.cases.case", "tests.support.against_eager")
-
 import torch
 import torch._dynamo
 import torch._dynamo.config
@@ -55,6 +52,8 @@ from torch._dynamo.callback import callback_handler
 from compile_callbacks import CompileWarning, _torch
 from compile_callbacks.calls import compiled_function
 from compile_callbacks.cli.explain import read_entries
+
+pytest.register_assert_rewrite("tests.cases.case", "tests.support.against_eager")
 
 # For doctests, pytest would import these modules a second time, under another name, and register their custom operators
 # twice.
