@@ -24,7 +24,6 @@ BIN_NEWEST := .venv-newest-python/bin
 INSTALLED_NEWEST := .venv-newest-python/.installed
 BIN_MODELS := .venv-models/bin
 INSTALLED_MODELS := .venv-models/.installed
-OLDEST := torch==2.11.0 torchvision==0.26.0 lightning==2.5.6
 
 # The longest first. What makes one short stands behind it.
 EXAMPLES := resnet_digits activation_memory resnet_imagefolder fsdp2 ddp max_pool_backward custom_pass finetune serve cli plain_loop ema resume
@@ -36,7 +35,11 @@ export UV_HTTP_TIMEOUT ?= 300
 # Lightning anew, for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/resnet_digits.py --min-accuracy 0.95 $(ARGS)
@@ -113,24 +116,27 @@ dist: $(INSTALLED)
 clean:
 	rm -rf .venv .venv-oldest .venv-newest-python .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
-# torch and torchvision come together, from one index: a torchvision beside another build of torch cannot be imported.
-$(INSTALLED): pyproject.toml
+# uv.lock names the version of each package: `uv lock --upgrade` takes newer ones. torch and torchvision come together,
+# from one index: a torchvision beside another build of torch cannot be imported.
+SYNC := $(BIN)/uv sync --quiet --locked --inexact
+
+$(INSTALLED): pyproject.toml uv.lock
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	$(SYNC) --all-extras --python $(BIN)/python
 	touch $@
 
+# The lower bounds of pyproject.toml.
 $(INSTALLED_OLDEST): $(INSTALLED)
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-oldest
-	$(BIN)/uv pip install --quiet --python $(BIN_OLDEST)/python --editable '.[dev]' $(OLDEST)
+	$(BIN)/uv pip install --quiet --python $(BIN_OLDEST)/python --resolution lowest-direct \
+		--editable '.[examples,plot]' --group dev
 	touch $@
 
 $(INSTALLED_NEWEST): $(INSTALLED)
-	$(BIN)/uv venv --quiet --clear --python "$(NEWEST)" .venv-newest-python
-	$(BIN)/uv pip install --quiet --python $(BIN_NEWEST)/python --editable '.[dev]'
+	UV_PROJECT_ENVIRONMENT=.venv-newest-python $(SYNC) --all-extras --python "$(NEWEST)"
 	touch $@
 
 $(INSTALLED_MODELS): $(INSTALLED)
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-models
-	$(BIN)/uv pip install --quiet --python $(BIN_MODELS)/python --editable '.[models]'
+	UV_PROJECT_ENVIRONMENT=.venv-models $(SYNC) --no-default-groups --group models --python $(BIN)/python
 	touch $@

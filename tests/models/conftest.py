@@ -1,4 +1,5 @@
-"""Collects these tests only with ``-m models``: the extra ``[models]`` has their packages, see ``make test-models``."""
+"""Collects these tests only with ``-m models``: the group ``models`` in pyproject.toml has
+their packages, see ``make test-models``."""
 
 from __future__ import annotations
 
