@@ -10,6 +10,7 @@
 # make lint: ruff and mypy
 # make docs: the documentation site, in site/index.html
 # make dist: sdist and wheel in dist/, built twice and compared, the wheel tried, and the examples typed with it
+# make hooks: let git run the linters at each commit in this clone, and check its message
 #
 # Each works alone, from a fresh clone: the first one makes the environment .venv here.
 
@@ -36,7 +37,7 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist clean
+.PHONY: help demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist hooks clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -111,6 +112,9 @@ dist: $(INSTALLED)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target build/wheel dist/*.whl
 	$(BIN)/python .ci/check_dist.py dist build/wheel
 	cd examples && PYTHONPATH=../build/wheel ../$(BIN)/mypy --config-file= $(TYPED) .
+
+hooks: $(INSTALLED)
+	$(BIN)/pre-commit install
 
 # Logs, checkpoints and compiled code of the examples, in runs, stay.
 clean:
