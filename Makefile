@@ -53,7 +53,7 @@ test: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(INSTALLED)
-	$(BIN)/python $(PYTEST) -m "not slow" tests/unit tests/lightning/test_stages.py $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not slow" tests/unit tests/cases/test_values.py $(ARGS)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m slow $(ARGS)
@@ -68,7 +68,7 @@ NEWEST = $(shell for minor in 15 14 13 12; do PATH="$$PATH:$$(printf '%s:' $$HOM
 test-newest-python: $(INSTALLED)
 	@if [ -z "$(NEWEST)" ]; then echo "skipped: this machine has no Python newer than 3.11"; \
 	else $(MAKE) --no-print-directory $(INSTALLED_NEWEST) && \
-	$(BIN_NEWEST)/python $(PYTEST) -m "not slow" tests/unit tests/lightning/test_stages.py $(ARGS); fi
+	$(BIN_NEWEST)/python $(PYTEST) -m "not slow" tests/unit tests/cases/test_values.py $(ARGS); fi
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)

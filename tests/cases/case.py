@@ -66,6 +66,7 @@ class Case:
             to equal eager's in phases that are compared.
         codes: The codes of the warnings.
         close: The tolerances for values.
+        others: Makes the other callbacks of both runs.
         inside: Makes a context around both runs, such as a changed setting of torch.
         row: The row of `COLUMNS` whose settings the callback gets. The values of the report and the codes of warnings
             are checked in row 0 only.
@@ -81,6 +82,7 @@ class Case:
     expect: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     codes: tuple[str, ...] = ()
     close: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"rtol": 1e-4, "atol": 1e-5})
+    others: Callable[[], list[pl.Callback]] = list
     inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     row: int = 0
 
@@ -149,7 +151,7 @@ def run(case: Case, *callbacks: pl.Callback) -> Run:
         for data in (case.train, case.validation, case.predict)
     )
     settings = {"num_sanity_val_steps": 0, "inference_mode": False, **case.trainer}
-    runner = trainer(*callbacks, copies, **settings)
+    runner = trainer(*case.others(), *callbacks, copies, **settings)
     runner.fit(module, train, validation)
     metrics = dict(runner.callback_metrics)
     predictions = runner.predict(module, predict) if predict is not None else []
@@ -192,7 +194,7 @@ _EAGER: dict[Any, Run] = {}
 
 def _eager(case: Case) -> Run:
     """The run without the callback, once for all rows of a case."""
-    key = case.make, case.train, case.validation, case.predict, repr(case.trainer), case.inside
+    key = case.make, case.train, case.validation, case.predict, repr(case.trainer), case.others, case.inside
     if key not in _EAGER:
         _EAGER[key] = run(case)
     return _EAGER[key]
@@ -212,7 +214,7 @@ def _attributes(module: nn.Module) -> Any:
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """The numbers, strings, tensors, and lists and dictionaries of them, that a module has as attributes."""
+    """The numbers, tensors, and lists and dictionaries of them, that a module has as attributes."""
     names = [name for name in vars(module) if not name.startswith("_") and name not in ("losses", "validation_outputs")]
     return {name: value for name in names if _is_plain(value := vars(module)[name])}
 
@@ -222,7 +224,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, int | float | str | torch.Tensor)
+    return value is None or isinstance(value, int | float | torch.Tensor)
 
 
 def _assert_same_copies(case: Case, ours: Copies, eager: Copies) -> None:

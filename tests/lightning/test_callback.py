@@ -1,54 +1,175 @@
-"""`InductorCompile` under a real Trainer: phases, copies, runs outside of steps, and modules that the user compiled."""
+"""`InductorCompile` under a real Trainer: arguments, hooks, the order of runs, and calls that run eagerly."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from typing import Any
+import inspect
+import re
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases
-from tests.support.models import FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
+from compile_callbacks import CompileReport, CompileWarning, InductorCompile, compile_phases
+from tests.cases.case import Case, check, net
+from tests.cases.zoo import Critic, Force, TwoParts, convolutions
+from tests.support.models import Classifier, Wrapper, batches_of, fit, loader, mlp, seeded, trainer
+from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 
-pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
-def graphs(callback):
-    return callback.report.train.graphs, callback.report.infer.graphs
+class Copier(pl.Callback):
+    """Runs a copy of the module with other weights after each training step."""
+
+    def __init__(self):
+        self.answers = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        twin, x = copy.deepcopy(pl_module), torch.ones(2, 8)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+            self.answers.append((twin(x).abs().sum() + twin.net(x).abs().sum()).item())
 
 
 def test_every_entry_point_in_any_order_compiles_once_a_phase():
-    callback, module = InductorCompile(baseline_steps=0), Classifier()
+    def graphs():
+        return callback.report.train.graphs, callback.report.infer.graphs
+
+    callback, copier, module = InductorCompile(baseline_steps=0), Copier(), Classifier()
     trainer(callback).validate(module, loader(2), verbose=False)
     trainer(callback).predict(module, loader(2))
-    assert graphs(callback) == (0, 1)
-    one = trainer(callback, num_sanity_val_steps=0)
-    one.fit(module, loader(2))
+    assert graphs() == (0, 1)
+    one = trainer(callback, copier, num_sanity_val_steps=0)
+    one.fit(module, loader(3))
     one.test(module, loader(2), verbose=False)
-    one.fit(module, loader(2))
-    assert graphs(callback) == (1, 1)
+    one.fit(module, loader(3))
+    assert graphs() == (1, 1)
+    assert copier.answers == [0.0] * 3
     trainer(callback).fit(Classifier(), loader(2))
-    assert graphs(callback) == (1, 0)  # another module starts a new report
+    assert graphs() == (1, 0)  # another module starts a new report
 
 
-def test_a_copy_made_while_training_uses_its_own_weights():
-    answers = []
+def test_two_predictions_of_a_compiled_run_are_bit_equal():
+    callback = InductorCompile(None, "default", baseline_steps=2)
+    module, run = seeded(), trainer(callback)
+    first, second, third = (torch.cat(run.predict(module, loader(12))) for _ in range(3))
+    assert torch.equal(first[4 * 4 :], second[4 * 4 :])  # the first four batches of the first call ran eagerly
+    assert torch.equal(second, third)
+    assert callback.report.infer.diagnostics.steps == {"compiled": 32}
 
-    class Copier(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            twin = copy.deepcopy(pl_module)
-            with torch.no_grad():
-                for parameter in twin.parameters():
-                    parameter.zero_()
-                answers.append((twin(torch.ones(2, 8)).abs().sum() + twin.net(torch.ones(2, 8)).abs().sum()).item())
 
-    trainer(InductorCompile(baseline_steps=0), Copier()).fit(Classifier(), loader(3))
-    assert answers == [0.0, 0.0, 0.0]
+@pytest.mark.codegen
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_two_runs_with_a_deterministic_trainer_are_bit_equal(accelerator):
+    runs = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        callback = InductorCompile()
+        settings = {"max_epochs": 2, "deterministic": True, "accelerator": accelerator}
+        try:
+            module = fit(callback, make=net(convolutions), train=20, validation=16, **settings)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert (callback.report.train.graphs, callback.report.infer.graphs) == (1, 1)
+        runs.append((module.losses, module.validation_outputs, module.state_dict()))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------ hooks
+
+HOOKS = re.compile(
+    "on_|configure_(?!sharded)|optimizer_|transfer_|prepare_data|setup|teardown|backward|lr_sched|.*_(step|dataloader)$"
+)
+
+
+def record_calls(names, owner):
+    """Record the calls of the hooks, steps and loaders of an object."""
+
+    def recorded(name, function):
+        return lambda *args, **kwargs: (names.append(f"{type(owner).__name__}.{name}"), function(*args, **kwargs))[1]
+
+    for name in filter(HOOKS.match, dir(type(owner))):
+        of_data = isinstance(owner, pl.LightningModule) and name.endswith(("_dataloader", "_transfer", "_to_device"))
+        if inspect.isfunction(getattr(type(owner), name)) and not of_data:
+            object.__setattr__(owner, name, recorded(name, getattr(owner, name)))
+
+
+class RecordsForward(Wrapper):
+    """A network that records each call of its forward."""
+
+    names = None
+
+    def forward(self, x):
+        self.record("net forward")
+        return super().forward(x)
+
+    @torch.compiler.disable  # Dynamo would guard on the length of the list
+    def record(self, name):
+        self.names.append(name)
+
+
+class Recorded(Classifier):
+    def forward(self, x):
+        self.net.record("forward")
+        return super().forward(x)
+
+
+def recorded_names(*callbacks):
+    """Every call of a hook or a forward in the four kinds of runs."""
+    module = seeded(lambda: Recorded(RecordsForward()))
+    module.net.names = names = []
+    data, before, after = pl.LightningDataModule(), pl.Callback(), pl.Callback()
+    data.train_dataloader = lambda: loader(4)
+    data.val_dataloader = data.test_dataloader = data.predict_dataloader = lambda: loader(2)
+    for owner in (module, data, before, after):
+        record_calls(names, owner)
+    for stage in ("fit", "validate", "test", "predict"):
+        names.append(stage)
+        run = trainer(before, *callbacks, after, max_epochs=2, num_sanity_val_steps=1, enable_checkpointing=True)
+        getattr(run, stage)(module, datamodule=data)
+    return names
+
+
+def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback():
+    callback = InductorCompile(baseline_steps=2)
+    names = recorded_names(callback)
+    assert names == recorded_names()
+    assert {"net forward", "forward", "Recorded.on_save_checkpoint", "Callback.on_predict_end"} <= set(names)
+    assert callback.report.infer.graphs > 0
+
+
+# ------------------------------------------------------------------------------------------ eager calls
+
+
+def test_steps_with_a_target_left_eager_are_compiled_and_its_calls_are_counted(monkeypatch):
+    Times(monkeypatch, train={"eager": 12, None: 10})
+    callback = {"baseline_steps": 10, "infer_mode": None}
+    calls = {"train.diagnostics.steps": {"compiled": 28}, "train.diagnostics.eager_calls": {"critic": 28}}
+    expect = {**calls, "train.fallbacks": 1, "train.speedup": pytest.approx(1.2)}
+    only_train = {"train": (4,) * 40, "validation": None, "predict": None}
+    case = Case(name="a critic", make=Critic, callback=callback, expect=expect, codes=("CC303",), **only_train)
+    report = check(case).report
+    assert "train: 28 calls of critic ran eagerly" in str(report)
+    assert {part["kind"] for part in report.train.diagnostics.series} >= {"eager", "compiled"}
+    assert CompileReport.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")
+@pytest.mark.filterwarnings("ignore:compiled train steps are slower:compile_callbacks.CompileWarning")
+def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_step():
+    """The target stays eager: torch 2.15 compiles no graph of it, and torch 2.11 could not differentiate the graph."""
+    callback = InductorCompile()
+    runs = [fit(*ours, make=net(Force), train=24, validation=None) for ours in ([callback], [])]
+    torch.testing.assert_close(runs[0].losses, runs[1].losses, rtol=1e-4, atol=1e-5)
+    train = callback.report.train
+    traced = [part["steps"] for part in train.diagnostics.series if part["kind"] == "compiling"]
+    assert sum(map(len, traced)) <= 5
+    assert train.graphs <= 1  # torch 2.11 compiles what stands before ``requires_grad_``
+    assert train.fallbacks == 1
 
 
 class Uncompilable(Wrapper):
@@ -62,91 +183,49 @@ def test_a_target_that_ran_uncompiled_is_warned_about_by_name():
     assert [each.filename for each in caught if each.category is CompileWarning] == [__file__]
 
 
-# ------------------------------------------------------------------------------------------ compiled by the user
+@pytest.mark.parametrize("baseline_steps", [0, 3])
+def test_unused_gpu_memory_is_freed_once_in_each_phase_after_its_first_compiled_step(baseline_steps, monkeypatch):
+    freed, on_gpu = [], "compile_callbacks.session.steps_on_gpu.StepsOnGpu.begin"
+    monkeypatch.setattr(on_gpu, lambda steps, device: setattr(steps, "on_gpu", True))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append((run.state.stage.value, run.global_step)))
+    run = trainer(InductorCompile(baseline_steps=baseline_steps), max_epochs=2)
+    run.fit(seeded(), batches_of(*[4] * 14, 3), loader(12))
+    first = baseline_steps + 2 if baseline_steps else 0  # two eager steps warm up
+    at_the_start_by_lightning = ("train", 0)
+    assert freed == [at_the_start_by_lightning, ("train", first + 1), ("validate", 15)]
 
 
-class Backend:
-    """A backend that counts the calls of its graphs, by grad mode."""
-
-    def __init__(self) -> None:
-        self.calls = {"train": 0, "infer": 0}
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self.calls["train" if torch.is_grad_enabled() else "infer"] += 1
-            return graph.forward(*args)
-
-        return call
+RUNS: list[str] = []
 
 
-class PlainStep(Classifier):
-    """Its network has its own forward: torch 2.11 compiles nothing of a module of torch.nn that is compiled itself."""
-
-    def __init__(self) -> None:
-        super().__init__(Wrapper())
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+@torch.library.custom_op("compile_callbacks_tests::ran", mutates_args=())
+def ran(x: torch.Tensor) -> torch.Tensor:
+    RUNS.append("compiled")
+    return x.clone()
 
 
-def test_training_step_can_be_a_target():
-    callback = InductorCompile(targets=["training_step"], baseline_steps=0)
-    module, reference = (fit(*ours, make=PlainStep, validation=None) for ours in ([callback], []))
-    assert callback.report.train.targets == ("training_step",)
-    assert callback.report.train.graphs >= 1
-    torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-6)
+ran.register_fake(torch.empty_like)
+ran.register_autograd(lambda ctx, gradient: gradient)
 
 
-def compiled_by_user(how, backend):
-    module = seeded(PlainStep)
-    if how == "module":
-        return torch.compile(module, backend=backend)
-    if how == "in place":
-        module.net.compile(backend=backend)
-    else:
-        module.net = torch.compile(module.net, backend=backend)
-    return module
+class CountsCalls(Wrapper):
+    """Counts the calls that execute its Python code, and those of its graphs."""
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            RUNS.append("eager")
+        return ran(self.net(x))
 
 
-@pytest.mark.parametrize(
-    ("how", "mode", "shown"),
-    [
-        ("in place", None, "eager"),
-        ("wrapped", None, "eager"),
-        ("wrapped", "eager", "eager"),
-        ("in place", "default", "default"),
-        ("module", "default", "default"),
-    ],
-)
-def test_an_uncompiled_phase_runs_the_users_compiled_module(how, mode, shown, caplog):
-    backend = Backend()
-    module = compiled_by_user(how, backend)
-    callback = InductorCompile(mode, "default", baseline_steps=0)
-    assert callback.report.train.mode == shown
-    with caplog.at_level(logging.INFO):
-        trainer(callback, num_sanity_val_steps=0).fit(module, loader(6), loader(3))
-    plain = fit(make=PlainStep, train=6)
-    assert (callback.report.train.mode, callback.report.infer.mode) == (shown, "default")
-    assert graphs(callback) == (int(mode == "default"), 1)
-    assert backend.calls == {"train": 0 if mode == "default" else 6, "infer": 0}
-    assert len([r for r in caplog.records if "replaces your torch.compile of" in r.getMessage()]) == (how != "in place")
-    torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
-    if how != "module":
-        assert list(module.state_dict()) == list(plain.state_dict())
-        module.net(torch.ones(2, FEATURES))
-        assert backend.calls["train"] == (1 if mode == "default" else 7)  # after the run, it is compiled as before
-
-
-@pytest.mark.parametrize("mode", [None, "eager"])
-def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(mode):
-    backend, net = Backend(), Wrapper()
-    net.compile(backend=backend)
-    compile_phases(net, train_mode=mode)
-    net(torch.ones(2, FEATURES))
-    with torch.no_grad():
-        net(torch.ones(2, FEATURES))
-    assert backend.calls == {"train": 1, "infer": 0}
-    assert type(net) is Wrapper
+@pytest.mark.parametrize(("verify", "more"), [("off", 0), ("warn", 3)])
+def test_without_a_baseline_and_without_verification_nothing_runs_eagerly(verify, more):
+    """To compare, the training graph runs twice more, and the other graph once."""
+    RUNS.clear()
+    callback = InductorCompile(baseline_steps=0, verify=verify)
+    fit(callback, make=net(CountsCalls), train=6, validation=4, num_sanity_val_steps=0)
+    report = callback.report
+    assert (report.train.diagnostics.steps, report.infer.diagnostics.steps) == ({"compiled": 6}, {"compiled": 4})
+    assert RUNS.count("compiled") == len(RUNS) == 10 + more
 
 
 # ------------------------------------------------------------------------------------------ arguments
@@ -170,12 +249,11 @@ def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(mode):
     ],
 )
 def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, message):
-    for function in (InductorCompile, compile_phases):
-        if function is compile_phases and "baseline_steps" in arguments:
-            continue
-        given = (mlp(),) if function is compile_phases else ()
-        with pytest.raises(error, match=message.replace("InductorCompile", function.__name__)):
-            function(*given, **arguments)
+    with pytest.raises(error, match=message):
+        InductorCompile(**arguments)
+    if "baseline_steps" not in arguments:
+        with pytest.raises(error, match=message.replace("InductorCompile", "compile_phases")):
+            compile_phases(mlp(), **arguments)
 
 
 @pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Uncached()]}])
@@ -185,8 +263,17 @@ def test_a_setting_without_effect_is_warned_about_at_the_users_line(ineffective)
     assert caught[0].filename == __file__
 
 
-def test_a_target_that_matches_nothing_is_refused_before_training():
-    module = Classifier()
-    with pytest.raises(ValueError, match="targets='nett' is unknown; did you mean 'net'"):
-        trainer(InductorCompile(targets=["nett"])).fit(module, loader(2))
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        ([["heed"]], ValueError, "targets='heed' is unknown; did you mean 'head'"),
+        ([None, None], MisconfigurationException, r"more than one InductorCompile.*\['encoder', 'head'\]"),
+        ([["backbone"], ["head"]], MisconfigurationException, r"more than one InductorCompile.*\['encoder', 'head'\]"),
+    ],
+)
+def test_wrong_targets_and_a_second_callback_are_refused_before_the_run(targets, error, message):
+    module = seeded(TwoParts)
+    with pytest.raises(error, match=message):
+        trainer(*[InductorCompile(targets=names) for names in targets]).fit(module, loader(2))
     assert module.losses == []
+    assert not module._load_state_dict_pre_hooks

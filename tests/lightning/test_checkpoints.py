@@ -1,4 +1,4 @@
-"""Checkpoints: the keys of the eager module, keys with ``_orig_mod.``, and no entry of the callback."""
+"""Checkpoints: the keys of the eager module, keys with ``_orig_mod.``, no entry of the callback, and resumed runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.models import Classifier, fit, loader, mlp, trainer
+from tests.support.against_eager import assert_run_equals_eager, assert_same_module, assert_same_values
+from tests.support.models import Classifier, fit, loader, mlp, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -34,37 +35,37 @@ class CompilesItself(Classifier):
 
 
 def test_a_fit_whose_checkpoints_load_from_checkpoint_cannot_load_warns(tmp_path, monkeypatch):
-    message = r"If CompilesItself.__init__ calls torch.compile for net, CompilesItself.load_from_checkpoint will fail"
+    def run(*others, **settings):
+        return fit(InductorCompile(baseline_steps=0), *others, make=CompilesItself, **settings)
+
+    run()  # without checkpoints, it does not warn
     saved = ModelCheckpoint(dirpath=tmp_path)
+    message = r"If CompilesItself.__init__ calls torch.compile for net, CompilesItself.load_from_checkpoint will fail"
     with pytest.warns(CompileWarning, match=message):
-        fit(InductorCompile(baseline_steps=0), saved, make=CompilesItself, enable_checkpointing=True)
+        run(saved, enable_checkpointing=True)
     with pytest.raises(RuntimeError, match="_orig_mod"):
         CompilesItself.load_from_checkpoint(saved.best_model_path)
     trainer(InductorCompile()).validate(CompilesItself(), loader(2), ckpt_path=saved.best_model_path, verbose=False)
     monkeypatch.setattr(CompilesItself, "wraps", False)  # the first advice keeps the keys
     saved = ModelCheckpoint(dirpath=tmp_path / "in_place")
-    module = fit(InductorCompile(baseline_steps=0), saved, make=CompilesItself, enable_checkpointing=True)
+    module = run(saved, enable_checkpointing=True)
     loaded = CompilesItself.load_from_checkpoint(saved.best_model_path)
     torch.testing.assert_close(loaded.state_dict(), module.state_dict())
 
 
-def test_a_fit_without_checkpoints_does_not_warn_of_a_wrapper():
-    fit(InductorCompile(baseline_steps=0), make=CompilesItself)
-
-
 @pytest.mark.filterwarnings("ignore:the checkpoints of this fit have no '_orig_mod.' in their keys")
 @pytest.mark.parametrize("make", [Classifier, by_hand])
-def test_checkpoints_have_the_keys_of_the_eager_module(make, tmp_path):
-    keys = set(Classifier().state_dict())
+def test_checkpoints_have_the_keys_of_the_eager_module_and_no_entry_of_the_callback(make, tmp_path):
+    keys, module, seen = set(Classifier().state_dict()), make(), []
     saved = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    module, seen = make(), []
     module.on_train_epoch_end = lambda: seen.append(set(module.state_dict()))
     fit(InductorCompile(baseline_steps=0), saved, make=lambda: module, enable_checkpointing=True)
     module.trainer.save_checkpoint(tmp_path / "by_trainer.ckpt")
-    assert seen == [keys]
-    assert set(module.state_dict()) == keys
+    assert [*seen, set(module.state_dict())] == [keys, keys]
     for path in (saved.best_model_path, saved.last_model_path, tmp_path / "by_trainer.ckpt"):
-        assert set(torch.load(path, weights_only=False)["state_dict"]) == keys
+        checkpoint = torch.load(path, weights_only=True)
+        assert set(checkpoint["state_dict"]) == keys
+        assert not any("InductorCompile" in key for key in checkpoint["callbacks"])
 
 
 @pytest.mark.slow
@@ -84,7 +85,6 @@ def test_a_checkpoint_of_a_module_that_was_compiled_by_hand_loads(tmp_path):
     module.trainer.save_checkpoint(tmp_path / "old.ckpt")
     weights = {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
     assert weights.keys() != module.state_dict().keys()
-
     resumed = fit(InductorCompile(), train=0, max_epochs=2, ckpt_path=tmp_path / "old.ckpt")
     torch.testing.assert_close(dict(resumed.state_dict()), weights)
 
@@ -99,22 +99,45 @@ def test_a_key_that_does_not_fit_is_still_an_error():
         module.load_state_dict({f"_orig_mod.{key}": value for key, value in module.state_dict().items()})
 
 
-def test_a_checkpoint_has_no_entry_of_the_callback_and_the_entry_of_an_older_version_is_ignored(tmp_path):
-    fit(InductorCompile(baseline_steps=0), train=4).trainer.save_checkpoint(tmp_path / "run.ckpt")
+def test_the_entry_of_an_older_version_is_ignored_and_the_report_of_a_copy_is_that_of_the_original(tmp_path):
+    fit(train=4).trainer.save_checkpoint(tmp_path / "run.ckpt")
     checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
-    assert [key for key in checkpoint["callbacks"] if "InductorCompile" in key] == []
     checkpoint["callbacks"]["InductorCompile"] = {"version": 1, "report": {}, "shapes": {}, "winners": {}}
     torch.save(checkpoint, tmp_path / "older.ckpt")
     ours = InductorCompile(baseline_steps=5)
+    twin = copy.deepcopy(ours)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*callbacks used to create the checkpoint")
-        fit(ours, train=20, max_epochs=2, ckpt_path=tmp_path / "older.ckpt")
+        fit(twin, train=20, max_epochs=2, ckpt_path=tmp_path / "older.ckpt")
+    assert ours.report == twin.report
     assert (ours.report.train.graphs, ours.report.train.diagnostics.eager_samples) == (1, 5)
 
 
-def test_the_report_of_a_copy_that_ran_is_that_of_the_original():
+class FailsInTheSixthStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5:
+            raise OSError("disk full")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model",
+    "ignore:.*there is no last checkpoint available",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+)
+def test_a_checkpoint_on_exception_equals_eager_and_resumes(tmp_path):
+    def fail(folder, *ours):
+        module = seeded(FailsInTheSixthStep)
+        with pytest.raises(OSError, match="disk full"):
+            trainer(*ours, OnExceptionCheckpoint(folder), enable_checkpointing=True).fit(module, loader(), loader(2))
+        return module, torch.load(folder / "on_exception.ckpt", weights_only=False)
+
     ours = InductorCompile(baseline_steps=0)
-    twin = copy.deepcopy(ours)
-    fit(twin)
-    assert ours.report == twin.report
-    assert ours.report.train.graphs == 1
+    (eager, expected), (compiled, saved) = fail(tmp_path / "eager"), fail(tmp_path / "ours", ours)
+    assert ours.report.train.graphs >= 1
+    assert_same_module(compiled, eager)
+    assert_same_values(compiled, eager)
+    assert saved["global_step"] == expected["global_step"] == 5
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(saved[part], expected[part], rtol=1e-4, atol=1e-5)
+    assert_run_equals_eager(lambda *ours: fit(*ours, max_epochs=2, ckpt_path=tmp_path / "ours" / "on_exception.ckpt"))

@@ -11,23 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
 from tests.support.models import fit, loader
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = pytest.mark.all_versions
 
 INF = math.inf
-
-
-class Remaining(pl.Callback):
-    """The remaining train and infer steps at the start of training and of each validation."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
-
-    def _ask(self, trainer, *_):
-        if not trainer.sanity_checking:
-            remaining = remaining_steps(trainer)
-            self.steps.append((remaining["train"], remaining["infer"]))
-
-    on_train_start = on_validation_start = _ask
 
 
 class Stream(IterableDataset):
@@ -40,7 +26,19 @@ class Stream(IterableDataset):
 STREAM = DataLoader(Stream(), batch_size=None)
 
 
-@pytest.mark.all_versions
+class Remaining(pl.Callback):
+    """The remaining train and infer steps at the start of training and of each validation."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_start(self, trainer, *_):
+        if not trainer.sanity_checking:
+            self.steps.append(tuple(remaining_steps(trainer).values()))
+
+    on_validation_start = on_train_start
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -61,7 +59,6 @@ def test_remaining_steps_of_a_fit(settings, steps):
     assert seen.steps == steps
 
 
-@pytest.mark.all_versions
 def test_remaining_steps_of_a_resumed_fit_count_the_present_batches(tmp_path):
     seen, path = Remaining(), tmp_path / "of_longer_epochs.ckpt"
     fit(max_epochs=2).trainer.save_checkpoint(path)

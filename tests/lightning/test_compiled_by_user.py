@@ -1,0 +1,89 @@
+"""Modules that the user compiled: uncompiled phases and other targets run them as before."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from compile_callbacks import InductorCompile, compile_phases
+from tests.cases.zoo import PlainStep, TwoParts
+from tests.support.models import FEATURES, Wrapper, fit, loader, seeded, trainer
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+
+
+@pytest.fixture
+def backend():
+    """A backend that counts the calls of its graphs, by grad mode."""
+
+    def compile_graph(graph, inputs):
+        def call(*args):
+            compile_graph.calls["train" if torch.is_grad_enabled() else "infer"] += 1
+            return graph.forward(*args)
+
+        return call
+
+    compile_graph.calls = {"train": 0, "infer": 0}
+    return compile_graph
+
+
+def compile_child(module, name, how, backend):
+    if how == "in place":
+        getattr(module, name).compile(backend=backend)
+    else:
+        setattr(module, name, torch.compile(getattr(module, name), backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "shown"),
+    [
+        ("in place", None, "eager"),
+        ("wrapped", None, "eager"),
+        ("wrapped", "eager", "eager"),
+        ("in place", "default", "default"),
+        ("module", "default", "default"),
+    ],
+)
+def test_an_uncompiled_phase_runs_the_users_compiled_module(how, mode, shown, caplog, backend):
+    plain, module = fit(make=PlainStep, train=6), seeded(PlainStep)
+    if how == "module":
+        module = torch.compile(module, backend=backend)
+    else:
+        compile_child(module, "net", how, backend)
+    callback = InductorCompile(mode, "default", baseline_steps=0)
+    assert callback.report.train.mode == shown
+    with caplog.at_level(logging.INFO):
+        trainer(callback, num_sanity_val_steps=0).fit(module, loader(6), loader(3))
+    train, infer = callback.report.train, callback.report.infer
+    assert (train.mode, infer.mode, train.graphs, infer.graphs) == (shown, "default", int(mode == "default"), 1)
+    assert backend.calls == {"train": 0 if mode == "default" else 6, "infer": 0}
+    assert caplog.text.count("replaces your torch.compile of") == (how != "in place")
+    torch.testing.assert_close(list(module.parameters()), list(plain.parameters()))
+    if how != "module":
+        assert list(module.state_dict()) == list(plain.state_dict())
+        module.net(torch.ones(2, FEATURES))
+        assert backend.calls["train"] == (1 if mode == "default" else 7)  # after the run, it is compiled as before
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_part_that_no_target_names_keeps_its_settings(how, backend):
+    module, callback = seeded(TwoParts), InductorCompile(targets=["head"], baseline_steps=0)
+    module.backbone = Wrapper(module.backbone)
+    compile_child(module, "backbone", how, backend)
+    trainer(callback, num_sanity_val_steps=0).fit(module, loader(4), loader(2))
+    assert backend.calls == {"train": 4, "infer": 2}
+    assert (callback.report.train.targets, callback.report.train.graphs) == (("head",), 1)
+
+
+@pytest.mark.parametrize("mode", [None, "eager"])
+def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(mode, backend):
+    net = Wrapper()
+    net.compile(backend=backend)
+    compile_phases(net, train_mode=mode)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            net(torch.ones(2, FEATURES))
+    assert backend.calls == {"train": 1, "infer": 0}
+    assert type(net) is Wrapper
