@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch._functorch.config
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
@@ -111,6 +112,9 @@ def in_columns(*cases: Case) -> list[Case]:
     return [dataclasses.replace(case, row=row) for case in cases for row in range(len(COLUMNS))]
 
 
+CHANGES_IN_A_RUN = ("_fabric_optimizers", "_trainer", "_metric_attributes", "losses", "validation_outputs")
+"""Attributes of a `Classifier` that a run without the callback changes."""
+
 # ------------------------------------------------------------------------------------------ the run
 
 
@@ -174,7 +178,9 @@ def check(case: Case) -> InductorCompile:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", CompileWarning)
             callback = InductorCompile(**case.settings)
+            before = of_process()
             ours = run(case, callback)
+            assert of_process() == before
     said = [str(warning.message) for warning in caught if issubclass(warning.category, CompileWarning)]
     for warning in caught:
         if not issubclass(warning.category, CompileWarning):
@@ -205,12 +211,23 @@ def _eager(case: Case) -> Run:
 
 def _assert_same_modules(ours: nn.Module, eager: nn.Module) -> None:
     """Assert that nothing is on a module, or on one in it, that is not on its eager twin."""
-    assert [_attributes(module) for module in ours.modules()] == [_attributes(module) for module in eager.modules()]
+    assert [attributes(module) for module in ours.modules()] == [attributes(module) for module in eager.modules()]
 
 
-def _attributes(module: nn.Module) -> Any:
-    hooks = {name: len(value) for name, value in vars(module).items() if name.endswith("_hooks")}
-    return type(module), set(vars(module)), hooks, [p.requires_grad for p in module.parameters()]
+def of_process() -> Any:
+    """What no run may change, next to the settings and hooks that conftest.py compares."""
+    threads, grad = torch.autograd.is_multithreading_enabled(), torch.is_grad_enabled()
+    return torch._functorch.config.get_config_copy(), threads, grad
+
+
+def attributes(module: nn.Module) -> Any:
+    """The class of a module, its attributes by the number of entries, text or class, and which weights train."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name not in CHANGES_IN_A_RUN:
+            entries = len(value) if isinstance(value, dict | list | tuple | set) else None
+            found[name] = value if isinstance(value, str) else (type(value), entries)
+    return type(module), found, [p.requires_grad for p in module.parameters()]
 
 
 def _state(module: nn.Module) -> dict[str, Any]:

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 from compile_callbacks import (
     AOTInductorExport,
+    CompileReport,
     CompileWarning,
+    ExportError,
     InductorBackend,
     InductorCompile,
     compile_phases,
     export,
     restore,
 )
-from compile_callbacks.exporting.loaded_package import ExportError
-from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.session.session import Session
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, mlp, seeded, trainer
+from tests.cases.case import attributes, of_process
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
+def state_of(module: nn.Module) -> Any:
     """What an entry point may change and has to restore, next to the settings and hooks that conftest.py compares."""
-    return {
-        "environ": dict(os.environ),
-        "functorch": torch._functorch.config.get_config_copy(),
-        "backward threads": torch.autograd.is_multithreading_enabled(),
-        "grad": torch.is_grad_enabled(),
-        "modules": {name: attributes(part) for name, part in module.named_modules()},
-    }
-
-
-def attributes(module: nn.Module) -> dict[str, Any]:
-    """Names of attributes, with the number of entries of each container, and the class of each other value."""
-    containers = (dict, list, tuple, set)
-    ignored = {"_fabric_optimizers", "_trainer", "_metric_attributes", "losses", "validation_outputs"}
-    return {
-        name: (type(value).__name__, len(value)) if isinstance(value, containers) else type(value).__name__
-        for name, value in vars(module).items()
-        if name not in ignored
-    }
+    return dict(os.environ), of_process(), [attributes(part) for part in module.modules()]
 
 
 class Raises(Classifier):
@@ -68,11 +50,6 @@ class Raises(Classifier):
         return super().predict_step(batch, batch_idx)
 
 
-def run(callbacks, module, entry):
-    loaders = (loader(4), loader(2)) if entry == "fit" else (loader(3),)
-    getattr(trainer(*callbacks), entry)(module, *loaders)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _torch_has_compiled_before():
     """Torch sets environment variables and configs of its own at the first compile of a process."""
@@ -81,16 +58,19 @@ def _torch_has_compiled_before():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("entry", "make"), [("fit", Classifier), ("fit", Raises), ("validate", Classifier), ("predict", Raises)]
-)
-def test_trainer_run_leaves_no_more_than_the_same_run_without_the_callback(entry, make, tmp_path):
+def test_trainer_run_leaves_no_more_than_the_same_run_without_the_callback(tmp_path):
     states = []
-    for callbacks in ((), (InductorCompile(baseline_steps=1, cache_dir=tmp_path),)):
-        module = seeded(make)
-        with pytest.raises(KeyError) if make is Raises else contextlib.nullcontext():
-            run(callbacks, module, entry)
-        states.append(state_of(module))
+    for compiles in (False, True):
+        module, states_of_run = seeded(Raises), []
+        for entry in ("fit", "validate", "predict"):  # that a fit without an exception leaves nothing, cases show
+            callbacks = [InductorCompile(baseline_steps=1, cache_dir=tmp_path)] * compiles
+            try:
+                getattr(trainer(*callbacks), entry)(module, loader(3))
+            except KeyError:
+                states_of_run.append("raised")
+            states_of_run.append(state_of(module))
+        states.append(states_of_run)
+    assert states[0].count("raised") == 2
     assert states[1] == states[0]
 
 
@@ -120,17 +100,16 @@ def test_backend_leaves_no_trace():
 
 
 @pytest.mark.codegen
-@pytest.mark.parametrize("entry", ["callback", "export", "export that fails"])
-def test_export_leaves_no_trace(entry, tmp_path):
-    module = fit(train=1, validation=None) if entry == "callback" else mlp()
+def test_export_leaves_no_trace(tmp_path):
+    net, module = mlp(), fit(train=1, validation=None)
+    before = state_of(net)
+    with pytest.raises(ExportError, match="cannot be exported"):
+        export(net, (X[:, :3],), tmp_path / "net.pt2")
+    assert state_of(net) == before
+    export(net, (X,), tmp_path / "net.pt2")
+    assert state_of(net) == before
     before = state_of(module)
-    if entry == "callback":
-        run([AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")], module, "fit")
-    elif entry == "export":
-        export(module, (X,), tmp_path / "net.pt2")
-    else:
-        with pytest.raises(ExportError, match="cannot be exported"):
-            export(module, (X[:, :3],), tmp_path / "net.pt2")
+    trainer(AOTInductorExport(tmp_path / "net.pt2", target="net", weights="last")).fit(module, loader(4), loader(2))
     assert state_of(module) == before
 
 
@@ -142,13 +121,12 @@ def no_dispatcher(module):
 
 
 def test_an_exception_at_the_end_of_a_run_leaves_the_module_uncompiled(monkeypatch):
-    stop = CompileRecorder.stop
+    class Fails(list):
+        def remove(self, listener):
+            super().remove(listener)
+            raise RuntimeError("no more events")
 
-    def stop_and_fail(recorder):
-        stop(recorder)
-        raise RuntimeError("no more events")
-
-    monkeypatch.setattr(CompileRecorder, "stop", stop_and_fail)
+    monkeypatch.setattr(callback_handler, "end_callbacks", Fails())
     module = seeded()
     with pytest.warns(CompileWarning, match="could not clean up after the run: RuntimeError: no more events"):
         trainer(InductorCompile(None, "default", targets=["net"], baseline_steps=0)).validate(module, loader(1))
@@ -156,10 +134,10 @@ def test_an_exception_at_the_end_of_a_run_leaves_the_module_uncompiled(monkeypat
 
 
 def test_a_report_that_cannot_be_made_does_not_hide_the_exception_of_the_run(monkeypatch):
-    def report(session):
+    def scalars(report):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(Session, "report", report)
+    monkeypatch.setattr(CompileReport, "scalars", scalars)
     module = seeded(Raises)
     with pytest.raises(KeyError, match="training") as raised:
         trainer(InductorCompile(targets=["net"])).fit(module, loader(3))
@@ -179,24 +157,21 @@ def test_a_module_that_stays_compiled_compiles_after_an_exception():
     torch._dynamo.reset()
 
 
+class Buffered(Wrapper):
+    def __init__(self):
+        super().__init__(nn.Linear(FEATURES, CLASSES))
+        self.register_buffer("table", torch.zeros(777, 3))
+
+    def forward(self, x):
+        return self.net(x) + self.table.mean(0)
+
+
 def test_copies_of_buffers_live_no_longer_than_the_call_that_compiles():
-    class Buffered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-            self.register_buffer("table", torch.zeros(777, 3))
+    found = []
 
-        def forward(self, x):
-            return self.linear(x) + self.table.mean(0)
+    def count(*args):
+        found.append([value.shape for value in gc.get_objects() if type(value) is torch.Tensor].count((777, 3)))
 
-    class Counts(Callback):
-        found = ()
-
-        def on_train_batch_end(self, *args):
-            shapes = [value.shape for value in gc.get_objects() if type(value) is torch.Tensor]
-            self.found += (shapes.count((777, 3)),)
-
-    counts = Counts()
     ours = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
-    fit(counts, ours, make=lambda: Classifier(Buffered()), train=2)
-    assert counts.found == (1, 1)
+    fit(LambdaCallback(on_train_batch_end=count), ours, make=lambda: Classifier(Buffered()), train=2)
+    assert found == [1, 1]

@@ -1,32 +1,37 @@
-"""How many functions of this library a steady training step enters. A small step on a GPU is CPU-bound."""
+"""What the callback costs in a step: functions that it enters, and time. A small step on a GPU is CPU-bound."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections import UserDict, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.utils.data import DataLoader
 
 import compile_callbacks
 from compile_callbacks import InductorCompile
-from compile_callbacks.profiling.step_timer import MAX_WINDOWS, WINDOW_STEPS
-from tests.support.models import Classifier, loader, trainer
+from tests.support.models import Classifier, fit
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [
+    pytest.mark.usefixtures("no_codegen"),
+    pytest.mark.filterwarnings("ignore:nothing is compiled in the train phase"),
+]
 
 PACKAGE = str(Path(compile_callbacks.__file__).parent)
+ALL_TIMED = 320  # of the first steps, each one is timed
 
 
-class StartsProfile(pl.Callback):
-    """Records the functions of the package that each step enters. It stands before the callback."""
+def test_a_steady_step_enters_few_functions():
+    steps = []
 
-    def __init__(self):
-        self.steps = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def start(*args):
         entered = []
-        self.steps.append(entered)
+        steps.append(entered)
 
         def profile(frame, event, argument):
             # By hand, the compiled function has a frame, too.
@@ -36,18 +41,11 @@ class StartsProfile(pl.Callback):
 
         sys.setprofile(profile)
 
-
-class StopsProfile(pl.Callback):
-    def on_train_batch_end(self, *args):
-        sys.setprofile(None)
-
-
-def test_a_steady_step_enters_few_functions():
-    all_timed = MAX_WINDOWS * WINDOW_STEPS
-    steps = all_timed + 200
-    starts, ours = StartsProfile(), InductorCompile("default", None, baseline_steps=0)
-    trainer(starts, ours, StopsProfile()).fit(Classifier(), loader(steps))
-    steady = starts.steps[all_timed + 20 :]
+    starts = LambdaCallback(on_train_batch_start=start)
+    stops = LambdaCallback(on_train_batch_end=lambda *args: sys.setprofile(None))
+    ours = InductorCompile("default", None, baseline_steps=0)
+    fit(starts, ours, stops, train=ALL_TIMED + 200, validation=None)
+    steady = steps[ALL_TIMED + 20 :]
     timed = [entered for entered in steady if any(name == "signature" for _, name in entered)]
     untimed = [entered for entered in steady if entered not in timed]
     assert timed
@@ -60,3 +58,51 @@ def test_a_steady_step_enters_few_functions():
     # One timed step in 64 also reads the times of the others.
     usual = sorted(timed, key=len)[len(timed) // 2]
     assert len(usual) <= 25, usual
+
+
+class Ignores(Classifier):
+    """Makes no use of its batch, and does not move it."""
+
+    def training_step(self, batch, batch_idx):
+        return self.net[0].weight.sum()
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return batch
+
+
+def fit_on(batches, *callbacks):
+    train = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    fit(*callbacks, make=Ignores, train=train, validation=None)
+
+
+X = torch.zeros(2, 3)
+
+
+def test_batches_of_other_shapes_dtypes_grad_and_structure_are_other_workloads():
+    batches = [X, [X], (X, X), torch.zeros(3, 2), X.half(), X.clone().requires_grad_(), {"x": X}, {"y": X}]
+    batches += [UserDict(x=X, y=X), SimpleNamespace(z=X), ["a"] * 40, ["a"] * 41]
+    callback = InductorCompile(baseline_steps=1000)
+    fit_on([batch for batch in batches for _ in range(5)], callback)
+    assert callback.report.train.diagnostics.eager_samples in (4, 5)  # of one workload
+
+
+def test_large_batches_take_little_time():
+    cyclic, deep, tree = [X], X, X
+    cyclic.append(cyclic)
+    for _ in range(5000):
+        deep = [deep]
+    for _ in range(6):
+        tree = [tree] * 4
+    numbers = [[float(number) for number in range(512)] for _ in range(64)]
+    many = {f"key {index}": X for index in range(1000)}
+    batches = [X, cyclic, deep, tree, numbers, ["a"] * 100_000, many, SimpleNamespace(**many)]
+    seconds, started = defaultdict(list), [0.0]
+    starts = LambdaCallback(on_train_batch_start=lambda *args: started.append(time.perf_counter()))
+    stops = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, index: seconds[index % len(batches)].append(
+            time.perf_counter() - started[-1]
+        )
+    )
+    fit_on(batches * 20, starts, InductorCompile(baseline_steps=1000), stops)
+    least = [min(seconds[index]) for index in range(len(batches))]
+    assert max(least) < least[0] + 5e-4  # a walk takes 15 to 35 µs; an unbounded walk takes milliseconds

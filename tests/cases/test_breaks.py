@@ -1,0 +1,224 @@
+"""Graph breaks, Python state in ``forward``, and code of the user that must run once for each call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from compile_callbacks import CompileError, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks.profiling.recorder import CompileRecorder
+from compile_callbacks.tuning.tuning_policy import TuningPolicy
+from tests.cases import zoo
+from tests.cases.case import Case, check, net
+from tests.cases.zoo import OLDEST, PYTHON_STATE, Counting, Forward
+from tests.support.models import Wrapper, fit
+from tests.support.step_times import Times
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+HEALING = {"capture_scalar_outputs": True}
+
+
+def case(name, make, steps=12, callback=None, **fields):
+    """A case that trains only. In row 3, the report is not checked."""
+    callback = {"infer_mode": None, "targets": "net", "baseline_steps": 0} | (callback or {})
+    fields = {"validation": None, "predict": None, **fields}
+    return Case(name=name, make=make, train=(4,) * steps, callback=callback, **fields)
+
+
+def dynamo_fails(on):
+    """Let Dynamo fail on each frame whose code has a name with this part."""
+    real = InstructionTranslator.run
+
+    def run(self):
+        if on in self.f_code.co_name:
+            raise MemoryError("no memory")
+        return real(self)
+
+    return lambda: mock.patch.object(InstructionTranslator, "run", run)
+
+
+def few_recompiles():
+    return torch._dynamo.config.patch(recompile_limit=2)
+
+
+ITEM, COUNTS_AND_BREAKS = net(Forward, zoo.item), net(Counting, zoo.breaks_before_blocks)
+FORBIDDEN = {
+    "fullgraph": (COUNTS_AND_BREAKS, InductorConfig(fullgraph=True)),
+    "context": (net(Counting, zoo.breaks_although_forbidden), "default"),
+}
+FAILED = {"train.graphs": 0, "train.fallbacks": 1, "train.diagnostics.eager_calls": {"net": 12}}
+CASES = [
+    case("a number times a truth value", net(zoo.Scaled, True), 24, {"baseline_steps": 3}, codes=("CC301",) * OLDEST,
+         expect={"train.graphs": 2, "train.recompiles": 1, "train.diagnostics.eager_calls": {"net": 7}}),
+    # torch skips the code that raised in a trace: without a graph break, the whole target
+    case("a batch raises", lambda: zoo.Skipping(breaks=False), 60, codes=("CC101",),
+         expect={"train.graphs": 0, "train.graph_breaks": 1, "train.diagnostics.eager_calls": {"net": 60}}),
+    case("a batch raises behind a break", lambda: zoo.Skipping(breaks=True), 60, expect={"train.graph_breaks": 1}),
+    case("Dynamo fails behind a break", COUNTS_AND_BREAKS, codes=("CC301",), inside=dynamo_fails("torch_dynamo_resume"),
+         expect=FAILED | {"train.graphs": 3, "train.graph_breaks": 1, "train.recompiles": 1}),
+    case("Dynamo fails", net(zoo.nested), 12, {"infer_mode": "default"}, codes=("CC301",), expect=FAILED,
+         inside=dynamo_fails("net_train"), validation=(4, 4)),  # no block is compiled alone
+    *[case(f"forbidden break, {name}", make, 12, {"train_mode": mode}, expect=FAILED, codes=("CC301",))
+      for name, (make, mode) in FORBIDDEN.items()],
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_graph_breaks_and_exceptions(case):
+    check(case)
+
+
+NAMED_IN_LIMITS = ["full deque", "lru_cache", "numpy.normal", *["class attribute", "default argument"] * OLDEST]
+# By kind and number of eager steps. torch draws only while it traces; torch 2.11 mostly outside of the graph.
+DRAWN_ONCE = {("global Random", 3)} if OLDEST else {
+    ("random.sample", 0), ("random.sample", 3), ("sample of Random", 3), ("seeds", 0), ("seeds", 3), ("draws once", 0),
+}  # fmt: skip
+
+
+def state_case(kind, **callback):
+    """Kinds break the graph and recompile in their own ways."""
+    return case(kind, functools.partial(zoo.DrawsBetween, kind), 14, callback, inside=few_recompiles, row=3)
+
+
+KINDS = [(kind, 3) for kind in PYTHON_STATE] + [(kind, 0) for kind in ("random.sample", "seeds", "draws once")]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize(("kind", "baseline_steps"), KINDS)
+def test_python_state_is_as_in_eager_or_limits_name_it(kind, baseline_steps):
+    kind_case = state_case(kind, baseline_steps=baseline_steps, verify="warn")
+    if kind in NAMED_IN_LIMITS:
+        with pytest.raises(AssertionError, match="not close"):
+            check(kind_case)
+        return
+    events = check(kind_case).report.train.diagnostics.events
+    codes = [event["code"] for event in events if event["kind"] == "fallback"]
+    assert codes == ["CC306"] * ((kind, baseline_steps) in DRAWN_ONCE)
+
+
+def test_verify_decides_what_a_constant_draw_does():
+    kind = "global Random" if OLDEST else "random.sample"
+    with pytest.raises(CompileError, match="CC306"):
+        check(state_case(kind, baseline_steps=3, verify="raise"))
+    with pytest.raises(AssertionError, match="not close"):
+        check(state_case(kind, baseline_steps=3, verify="off"))
+
+
+@pytest.mark.parametrize(("make", "mode"), FORBIDDEN.values(), ids=FORBIDDEN)
+def test_a_forbidden_graph_break_is_an_error_if_the_user_wants_errors(make, mode):
+    callback = InductorCompile(mode, None, targets="net", baseline_steps=0, on_error="raise")
+    with pytest.raises(RuntimeError, match=r"compiling target 'net' for the train phase failed.*graph_break"):
+        fit(callback, make=make, validation=None)
+
+
+def test_an_eager_call_at_the_recompile_limit_is_no_sample():
+    make = net(Counting, Wrapper.forward)
+    expect = FAILED | {"train.graphs": 2, "train.recompiles": 1, "train.diagnostics.eager_calls": {"net": 38}}
+    limit = case("limit", make, 40, {"verify": "off"}, inside=few_recompiles, codes=("CC103",), expect=expect)
+    train = check(limit).report.train
+    steps = train.diagnostics.steps
+    assert steps == {"compiled": 2, "eager": 38}
+    assert train.verdict == "not compiled"
+    compiled_series = [part for part in train.diagnostics.series if part["kind"] == "compiled"]
+    assert sum(len(part["ms"]) for part in compiled_series) <= steps["compiled"]
+    assert (train.samples or 0) <= steps["compiled"]
+
+
+class Symbols(GraphPass):
+    """Counts the symbolic inputs of each graph of the forward pass."""
+
+    hook = "pre_grad"
+
+    def __init__(self):
+        self.found = []
+
+    def __call__(self, graph, is_inference):
+        values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+        self.found.append(sum(isinstance(value, torch.SymInt) for value in values))
+
+    def uuid(self):
+        return None
+
+
+def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does():
+    symbols = Symbols()
+    expect = {"train.graphs": 3, "train.recompiles": 2, "train.diagnostics.eager_calls": {"net": 14}}
+    scaled = case("scaled", net(zoo.Scaled), 40, {"baseline_steps": 3, "passes": [symbols]}, expect=expect)
+    report = check(scaled).report
+    assert symbols.found == [0, 1, 1]  # two recompiles, of which one is for the branch
+    (event,) = [event for event in report.train.diagnostics.events if event["kind"] == "dynamo_setting"]
+    assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
+    assert f"train: net: {event['reason']}" in str(report)
+    settings = {"train_mode": {"dynamo": HEALING}, "baseline_steps": 3}
+    healed = case("no integer changes", ITEM, 12, settings, expect={"train.verified": "equal 1"})
+    assert "dynamo_setting" not in str(check(healed).report.train.diagnostics.events)
+
+
+def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
+    report = check(case("breaks", net(Forward, zoo.several_breaks), 8, row=3)).report
+    assert report.train.graph_breaks == 4
+    mode, count = re.search(r"train_mode=(\{.*\}\}) may remove (.*)", str(report)).groups()
+    mode = ast.literal_eval(mode)
+    settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+    assert (mode, count) == ({"dynamo": settings}, "3 of 4 graph breaks")
+    report = check(case("healed", net(Forward, zoo.several_breaks), 8, {"train_mode": mode}, row=3)).report
+    assert report.train.graph_breaks == 1
+    assert "may remove" not in str(report)
+
+
+# ------------------------------------------------------------------------------------------ auto
+
+
+HEALED = f"dynamo={HEALING}"
+MS = {"eager": 10_000, "default": 9_000, HEALED: 5_000}  # so slow that each candidate is worth its compile time
+
+
+def auto(steps=150, **settings):
+    """The report of the train phase, and its trials."""
+    callback = InductorCompile("auto", None, **settings)
+    fit(callback, make=ITEM, train=steps, validation=None)
+    train = callback.report.train
+    return train, {trial["candidate"]: trial for trial in train.diagnostics.trials}
+
+
+@pytest.mark.parametrize("healed_ms", [8_990, 20_000])
+def test_auto_keeps_no_setting_whose_steps_are_not_faster_than_with_the_break(monkeypatch, healed_ms):
+    Times(monkeypatch, train=MS | {HEALED: healed_ms})
+    train, trials = auto()
+    assert (train.mode, trials[HEALED]["verdict"]) == ("default", "not faster")
+
+
+def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
+    Times(monkeypatch, train=MS)
+    train, trials = auto(cache_dir=tmp_path)
+    assert (train.mode, trials[HEALED]["verdict"]) == (HEALED, "chosen")
+    assert trials[HEALED]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.8x"
+    train, trials = auto(20, cache_dir=tmp_path)
+    assert (train.mode, train.graph_breaks) == (HEALED, 0)
+    assert trials[HEALED]["reason"].startswith("won in an earlier run;")
+    (record,) = tmp_path.glob("model-*.json")
+    data = json.loads(record.read_text())
+    (winner,) = data["winners"].values()
+    winner["healing"] = ["trace_autograd_ops", 3]
+    record.write_text(json.dumps(data))
+    assert "won in an earlier run" not in str(auto(cache_dir=tmp_path)[1])  # a file cannot set other settings
+
+
+def test_a_rank_uses_the_settings_that_rank_zero_chose():
+    config = InductorConfig(dynamo=HEALING)
+    chosen = config.key(), True, tuple(HEALING)
+    ranks = SimpleNamespace(size=2, gather=lambda mine: [chosen, mine])
+    policy = TuningPolicy("infer", Tune("auto"), CompileRecorder(), ranks, lambda line: None)
+    policy.begin(torch.device("cpu"), {}, None, no_freezing="a reason", no_cudagraphs=None)
+    policy.stage_ends()
+    assert policy.chosen.config == config
