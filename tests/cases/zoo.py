@@ -489,7 +489,8 @@ class PythonState(nn.Module):
         return self.linear(x) * PYTHON_STATE[self.kind](self)
 
     def state(self) -> str:
-        own = self.random.getstate(), self.numpy_generator.bit_generator.state, self.torch_generator.get_state()
+        of_torch = self.torch_generator.get_state().tolist()
+        own = self.random.getstate(), self.numpy_generator.bit_generator.state, of_torch
         return str((self.deque, self.count, _default.__defaults__, _cached(), RANDOM.getstate(), *own))
 
 
