@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
-from torch import nn
-from torch.distributions import Normal
-from torch.testing._internal.two_tensor import TwoTensor
-
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
 import collections
 import functools
 import itertools
@@ -19,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Normal
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
