@@ -66,6 +66,7 @@ class Case:
         expect: What the report says other than `UNSURPRISING`, such as ``{"train.graphs": 2}``. All graphs are expected
             to equal eager's in phases that are compared.
         codes: The codes of the warnings.
+        says: A pattern that the texts of the warnings, one on each line, match.
         close: The tolerances for values.
         others: Makes the other callbacks of both runs.
         inside: Makes a context around both runs, such as a changed setting of torch.
@@ -82,6 +83,7 @@ class Case:
     callback: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     expect: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     codes: tuple[str, ...] = ()
+    says: str = ""
     close: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"rtol": 1e-4, "atol": 1e-5})
     others: Callable[[], list[pl.Callback]] = list
     inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -128,10 +130,10 @@ class Copies(pl.Callback):
 
 
 def _pickle(module: nn.Module) -> bytes | None:
-    """The module in bytes, or None for one that cannot be pickled: a class of a function, or a lambda."""
+    """The module in bytes, or None for one that cannot be pickled: a class of a function, a lambda, TorchScript."""
     try:
         return pickle.dumps(module)
-    except (AttributeError, pickle.PicklingError):
+    except (AttributeError, pickle.PickleError, RuntimeError):
         return None
 
 
@@ -269,6 +271,7 @@ def _assert_reported(case: Case, report: Mapping[str, Any], said: list[str]) -> 
     assert {path: _at(report, path) for path in expect} == expect
     codes = [re.search(r"\[(CC\d{3})", text)[1] for text in said]
     assert codes == list(case.codes)
+    assert re.search(case.says, "\n".join(said))
 
 
 def _at(report: Mapping[str, Any], path: str) -> Any:

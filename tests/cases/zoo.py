@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import copy
 import functools
 import itertools
+import operator
 import random
+import types
+import warnings
+import weakref
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Normal
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
 
 OLDEST = torch.__version__.startswith("2.11.")
+
 
 # ------------------------------------------------------------------------------------------ values
 
@@ -505,10 +515,421 @@ class DrawsBetween(Classifier):
 # ------------------------------------------------------------------------------------------ targets
 
 
+class Logits(Classifier):
+    """Trains, validates and predicts with `logits`, a function of the module and its inputs; never calls itself."""
+
+    def __init__(self, call=None, **parts):
+        super().__init__()
+        self.call = call
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def logits(self, x):
+        return self.call(self, x)
+
+    def validation_step(self, batch, batch_idx):
+        self.validation_outputs.append(self.logits(batch[0]).detach().clone())
+
+    def predict_step(self, batch, batch_idx):
+        return self.logits(batch[0])
+
+
+def logits(call, kind=Logits, **parts):
+    return lambda: kind(call, **parts)
+
+
+def linear(inputs=FEATURES, outputs=CLASSES):
+    return lambda: nn.Linear(inputs, outputs)
+
+
+class Parts(Wrapper):
+    """Has methods, and a forward that calls one of them."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU()))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        return self.decode(self.net(x))
+
+    def encode(self, x):
+        return self.net(x)
+
+    def decode(self, x):
+        return self.head(x).relu()
+
+    def generate(self, x):
+        return self.net(x).sum() + self(x)
+
+
+class WithParameters(MeanMetric):
+    """A metric with a network, as LPIPS and FID are."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Linear(CLASSES, 1).requires_grad_(False)
+
+    def update(self, out):
+        super().update(self.network(out.detach()))
+
+
+def call_in_all_ways(m, x):
+    """Call a module, a forward, a method that calls its module, methods, a module before its part, and in a child."""
+    out = m.net(x) + m.inside.forward(x) + m.own.generate(x) + m.split.decode(m.scale(m.split.encode(x)))
+    out = out + m.before(x) + m.before.net(x).sum() + m.outer.net(x)
+    m.metric(out)  # is no target; counts each sample once
+    return out
+
+
+CALLED = dict.fromkeys(("net", "inside", "own", "split", "before"), Parts)
+called = logits(call_in_all_ways, **CALLED, outer=Wrapper, scale=nn.Softplus, metric=WithParameters)
+
+
+class CompiledByUser(Classifier):
+    """Calls its network in a function that the user compiled, and counts the compiles."""
+
+    def __init__(self):
+        super().__init__()
+        self.compiles = []
+        self.function = torch.compile(lambda net, x: net(x) * 2, backend=self.backend)
+
+    def backend(self, graph, inputs):
+        self.compiles.append(len(inputs))
+        return graph
+
+    def logits(self, x):
+        return self.function(self.net, x)
+
+
+def twice(method):
+    return lambda *args, **kwargs: 2 * method(*args, **kwargs)
+
+
+class Patched(Logits):
+    """Replaces methods of its parts by closures and a method, before the run and in a step; they must stay there."""
+
+    def __init__(self):
+        super().__init__(net=Parts, second=Parts, third=Parts)
+        self.patched = {}
+        self.patch(self.net, "forward", twice(self.net.forward))
+        self.patch(self.second, "decode", types.MethodType(lambda self, x: 2 * self.head(x), self.second))
+
+    def patch(self, part, method, function):
+        setattr(part, method, function)
+        self.patched[part] = function
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            self.patch(self.third, "decode", twice(self.third.decode))
+        return super().training_step(batch, batch_idx)
+
+    def logits(self, x):
+        return self.net(x) + sum(part.decode(part.encode(x)) for part in (self.second, self.third))
+
+    def teardown(self, stage):
+        assert all(any(value is f for value in vars(part).values()) for part, f in self.patched.items())
+
+
+class Asynchronous(Wrapper):
+    async def forward(self, x):
+        return self.net(x)
+
+    encode = forward
+
+
+class Unsupported(Logits):
+    """Calls a scripted and a traced child, and awaits the call and a method of others."""
+
+    def __init__(self):
+        super().__init__(waits=Asynchronous, encodes=Asynchronous)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates TorchScript
+            self.scripted = torch.jit.script(nn.Linear(FEATURES, FEATURES))
+            self.traced = torch.jit.trace(nn.Linear(FEATURES, FEATURES), torch.ones(2, FEATURES))
+
+    def logits(self, x):
+        x = self.traced(self.scripted(x))
+        return self.net(x) + asyncio.run(self.waits(x)) + asyncio.run(self.encodes.encode(x))
+
+
+class Skipped(Wrapper):
+    """Torch compiles only the last of its layers."""
+
+    @torch.compiler.disable
+    def features(self, x):
+        return self.net[:-1](x)
+
+    def forward(self, x):
+        return self.net[-1](self.features(x))
+
+
+class Replaces(Logits):
+    """Replaces a net and a layer, and moves a net, at the second epoch, in the hook that Lightning calls last."""
+
+    replaced: ClassVar = weakref.WeakSet()
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.replaced.add(self.net)
+            self.net, self.second[3] = mlp(), nn.Linear(16, CLASSES)
+            self.moved, self.third = self.third, None
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+def parts_with_head():
+    parts = Wrapper()
+    parts.head = nn.Linear(CLASSES, CLASSES)
+    return parts
+
+
+def call_later(m, x):
+    """Call more parts from the second epoch on."""
+    out = m.parts.net(x)
+    return m.direct(m.parts.head(out)) if m.current_epoch else out
+
+
+def five_layers():
+    """A list in a child, a member of which has another structure."""
+    layers = (nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=i != 3), nn.Tanh()) for i in range(5))
+    return Wrapper(nn.ModuleList(layers))
+
+
+layers = logits(
+    lambda m, x: m.head(functools.reduce(lambda x, f: f(x), m.list.net, x)), list=five_layers, head=linear()
+)
+
+
+class Marked(Wrapper):
+    forward = torch.compiler.nested_compile_region(Wrapper.forward)
+
+
+def marked_blocks():
+    return nn.Sequential(*(Marked(nn.Linear(FEATURES, FEATURES)) for _ in range(3)), nn.Linear(FEATURES, CLASSES))
+
+
+class Unsearchable(nn.Linear):
+    """Overrides a method of modules without an argument that newer versions of torch have."""
+
+    def named_buffers(self, prefix="", recurse=True):
+        return super().named_buffers(prefix, recurse)
+
+
+class CallsInHooks(Logits):
+    """Calls children in the backward pass and between steps."""
+
+    def logits(self, x):
+        out = self.net(x)
+        out.register_hook(self.in_backward)
+        return self.in_step(out)
+
+    def on_train_batch_end(self, *args):
+        self.in_hook(torch.zeros(1, CLASSES))
+
+
+class PredictsPart(Classifier):
+    def predict_step(self, batch, batch_idx):
+        return self.net[0](batch[0])
+
+
+def adapt(m, x):
+    """Train a shallow copy of a network with another head, as meta-learning does."""
+    fast, head = copy.copy(m.net), copy.deepcopy(m.net[3])
+    with torch.no_grad():
+        head.weight.mul_(2)
+    fast._modules = {**m.net._modules, "3": head}
+    return fast(x)
+
+
+def under_two_names():
+    """A module under two names, and one with a name that is also a value that `targets` refuses."""
+    module = Logits(lambda m, x: m.repeated(m.same(x)), repeated=linear(CLASSES))
+    module.same = module.net
+    return module
+
+
 # ------------------------------------------------------------------------------------------ captures
 
 
+def multiply_out(product, x, w):
+    return torch.mul(x, w, out=product)
+
+
+def multiply_by_index(product, x, w):
+    product[:] = x * w
+    return product
+
+
+MULTIPLY = {
+    "add in place": lambda product, x, w: operator.iadd(product, x * w),
+    "out": multiply_out,
+    "relu in place": lambda product, x, w: nn.functional.relu(product.add(x * w), True),
+    "index": multiply_by_index,
+    "new tensor": lambda product, x, w: x * w,
+}
+
+
+@functools.cache
+def class_of(how):
+    class Multiply(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return MULTIPLY[how](torch.zeros_like(x), x, w)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            x, w = ctx.saved_tensors
+            return gradient * w, (gradient * x).sum(0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.ones(FEATURES))
+
+        def forward(self, x):
+            return Multiply.apply(self.layer(x), self.scale)
+
+    return Net
+
+
+def function_that(how):
+    return class_of(how)()
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x.mul_(3))
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+class MarksDirty(nn.Linear):
+    """Does not use the result of the function, which is the changed input."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        Triple.apply(y)
+        return y * y
+
+
+class Derivatives(Wrapper):
+    """Differentiates its network with respect to the input, as physics-informed networks do."""
+
+    def __init__(self, derivative):
+        super().__init__(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+        self.derivative = derivative
+
+    def forward(self, points):
+        return self.derivative(lambda point: self.net(point)[0], points)
+
+
+DERIVATIVES = {
+    "laplacian": lambda f, points: vmap(hessian(f))(points).diagonal(dim1=1, dim2=2).sum(1),
+    "second": lambda f, points: vmap(lambda point: jvp(grad(f), (point,), (torch.ones_like(point),))[1])(points),
+    "jacobian": lambda f, points: vmap(jacfwd(f))(points),
+}
+
+
 # ------------------------------------------------------------------------------------------ freezing
+
+
+def convolutional():
+    """A convolution, into which Inductor folds the batch norm."""
+    layers = nn.Conv2d(2, 8, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8, CLASSES)
+    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), *layers)
+
+
+class Changes(Logits):
+    """Changes its layers before each second batch, and keeps all gradients."""
+
+    def __init__(self, changes, **layers):
+        super().__init__(lambda m, x: m.c(m.b(m.a(x))), **layers)
+        self.changes, self.gradients = changes, []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx % 2 == 0 and batch_idx:  # nothing is new in the batch after it
+            self.changes[batch_idx // 2 - 1](self)
+
+    def on_after_backward(self):
+        self.gradients.append({n: p.grad.clone() for n, p in self.named_parameters() if p.grad is not None})
+
+
+def trains(path, requires_grad):
+    return lambda m: m.get_submodule(path).requires_grad_(requires_grad)
+
+
+def block(activation=nn.Tanh):
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), activation())
+
+
+FREEZES = [trains("b", False), trains("b", True), trains("b", False)]
+BLOCK_CHANGES = [
+    *FREEZES,
+    lambda m: setattr(m.b[0], "weight", nn.Parameter(m.b[0].weight.detach() + 1, requires_grad=False)),
+    trains("b", True),
+    lambda m: setattr(m, "b", block(nn.ReLU)),
+    *FREEZES,
+]
+
+
+class Turning(Wrapper):
+    """Freezes or thaws its second layer in each call, behind a graph break."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)))
+        self.calls = 0
+
+    @torch.compiler.disable
+    def turn(self):
+        self.calls += 1
+        self.net[1].requires_grad_(self.calls % 2 == 0)
+
+    def forward(self, x):
+        x = self.net[0](x)
+        self.turn()
+        return self.net[1](x)
+
+
+class Adapted(nn.Module):
+    """Runs one of two adapters of different ranks, which is in a list."""
+
+    def __init__(self):
+        super().__init__()
+        ranks = [nn.Sequential(nn.Linear(FEATURES, rank), nn.Linear(rank, FEATURES)) for rank in (2, 4)]
+        self.ranks, self.active = nn.ModuleList(ranks), ranks
+        ranks[0].requires_grad_(False)
+
+    def forward(self, x):
+        return x + self.active[0](x)
+
+
+class Late(nn.Linear):
+    """Multiplies by a parameter that is registered later, and by a buffer."""
+
+    def __init__(self):
+        super().__init__(FEATURES, FEATURES)
+        self.late = nn.Module()
+        self.register_buffer("factor", torch.full((FEATURES,), 1 / 3))
+
+    def forward(self, x):
+        x = super().forward(x) * self.factor
+        for factor in self.late._parameters.values():
+            x = x * factor
+        return x
+
+
+PART_CHANGES = [
+    lambda m: m.b.active.reverse(),
+    lambda m: m.c.late.register_parameter("factor", nn.Parameter(torch.full((FEATURES,), 2.0))),
+    trains("c.late", False),
+    trains("c.late", True),
+    lambda m: setattr(m.c.factor, "data", m.c.factor.double()),
+    lambda m: setattr(m.c.factor, "data", m.c.factor.float()),
+]
 
 
 # ------------------------------------------------------------------------------------------ backward passes

@@ -1,4 +1,4 @@
-"""`cache_dir`: what one process compiles, the next one loads, also after a move."""
+"""`cache_dir`: what one process compiles, the next one loads, also after a move; and the small file of each model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import gc
 import json
 import os
 import shutil
-import warnings
 
 import pytest
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
+from compile_callbacks.cache.folder import ModelRecord
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
@@ -27,7 +27,6 @@ from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import loader, seeded, trainer
 
 warnings.simplefilter("error", CompileWarning)
-folder = sys.argv[1]
 built = []
 build = cpp_builder.CppBuilder.build
 
@@ -39,108 +38,140 @@ def recorded(self):
 
 
 cpp_builder.CppBuilder.build = recorded
-callback = InductorCompile(cache_dir=folder, baseline_steps=0)
-module = seeded()
+callback, module = InductorCompile(cache_dir=sys.argv[1], baseline_steps=0), seeded()
 trainer(callback, max_epochs=2).fit(module, loader(4), loader(2))
 predictions = torch.cat(trainer(callback).predict(module, loader(2, seed=1)))
+report = callback.report
 print(json.dumps({
-    "losses": module.losses,
-    "predictions": predictions.tolist(),
+    "results": [module.losses, predictions.tolist()],
     "misses": counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"],
     "hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "reported": [
-        [phase.cache_hits, phase.diagnostics.cache_misses] for phase in (callback.report.train, callback.report.infer)
-    ],
+    "reported": [[phase.cache_hits, phase.diagnostics.cache_misses] for phase in (report.train, report.infer)],
     "built": built,
 }))
 """
 
 
-def run(tmp_path, folder):
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs own"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # this process builds all libraries, and records them
-    }
-    return json.loads(run_in_new_process(RUN, folder, environment=environment).splitlines()[-1])
-
-
-def assert_same_results(first, second):
-    assert second["losses"] == first["losses"]
-    assert second["predictions"] == first["predictions"]
-
-
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path):
-    cold = run(tmp_path, tmp_path / "kept")
+def test_a_second_process_compiles_nothing_also_after_the_folder_moved_and_damage_is_reported(tmp_path):
+    def run(folder):
+        environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs own"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # this process builds all libraries, and records them
+        }
+        return json.loads(run_in_new_process(RUN, folder, environment=environment).splitlines()[-1])
+
+    cold = run(tmp_path / "kept")
     assert cold["built"]
     assert cold["misses"] > 0
-    warm = run(tmp_path, tmp_path / "kept")
     shutil.move(tmp_path / "kept", tmp_path / "moved")
-    moved = run(tmp_path, tmp_path / "moved")
-    for again in (warm, moved):
-        assert again["built"] == []
-        assert again["misses"] == 0
-        assert again["hits"] > 0
-        assert all(hits > 0 and misses == 0 for hits, misses in again["reported"])
-        assert_same_results(cold, again)
+    warm = run(tmp_path / "moved")
+    assert (warm["built"], warm["misses"], warm["results"]) == ([], 0, cold["results"])
+    assert warm["hits"] > 0
+    assert all(hits > 0 and misses == 0 for hits, misses in warm["reported"])
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
-
-
-@pytest.mark.slow
-def test_the_message_about_a_damaged_folder_says_to_delete_it(tmp_path):
-    run(tmp_path, tmp_path / "kept")
-    for path in (tmp_path / "kept" / "inductor").rglob("*.main.so"):
+    for path in (tmp_path / "moved" / "inductor").rglob("*.main.so"):
         path.write_bytes(b"half of a library, because its process was killed")
-    with pytest.raises(AssertionError, match=r"If files in cache_dir='.*kept' are damaged, delete the folder"):
-        run(tmp_path, tmp_path / "kept")
-    shutil.rmtree(tmp_path / "kept")
-    assert run(tmp_path, tmp_path / "kept")["built"]
+    with pytest.raises(AssertionError, match=r"If files in cache_dir='.*moved' are damaged, delete the folder"):
+        run(tmp_path / "moved")
+
+
+# ------------------------------------------------------------------------------------------ the folder
 
 
 def variables():
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR")
+    return [os.environ.get(variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+
+
+def cached(folder, **settings):
+    return compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=folder, **settings)
+
+
+@pytest.mark.all_versions
+def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    folder = tmp_path / "kept"
+    module = cached(folder)
+    assert variables() == [str(folder / name) for name in ("inductor", "triton")]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    restore(module)
+    assert variables() == ["/somewhere", None]
+    module = cached(folder)
+    assert variables()[0] == str(folder / "inductor")
+    del module
+    gc.collect()
+    assert variables() == ["/somewhere", None]
+
+
+def writable(part):
+    def open_to_others(folder):
+        (folder / part).mkdir(exist_ok=True)
+        (folder / part).chmod(0o777)
+
+    return open_to_others
+
+
+def is_a_file(folder):
+    (folder / "inductor").touch()
+
+
+root_only = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (writable("inductor"), "is not used.*chmod go-w"),
+        (writable("triton"), "is not used.*chmod go-w"),
+        pytest.param(lambda folder: os.chown(folder, 12345, 12345), r"another user \(12345\)", marks=root_only),
+        (lambda folder: (folder / "inductor").symlink_to(folder.parent), "is not used"),
+        (is_a_file, "is not used"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_costs_the_cache_only(tmp_path, spoil, said):
+    spoil(tmp_path)
+    before = variables()
+    with pytest.warns(CompileWarning, match=said):
+        module = cached(tmp_path)
+    assert variables() == before
+    restore(module)
 
 
 @pytest.mark.all_versions
 @pytest.mark.usefixtures("no_codegen")
 def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
     tmp_path.chmod(0o777)
-    callback = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off")
-    module = seeded()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CompileWarning)
-        for _ in range(2):
-            trainer(callback).fit(module, loader(4))
-    told = [str(w.message) for w in caught if issubclass(w.category, CompileWarning)]
-    assert ["is not used" in message for message in told] == [True]
+    callback, module = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off"), seeded()
+    with pytest.warns(CompileWarning, match="is not used.*chmod go-w") as caught:
+        trainer(callback).fit(module, loader(4))
+    trainer(callback).fit(module, loader(4))  # another warning would be an error
+    assert [warning.category for warning in caught].count(CompileWarning) == 1
     assert callback.report.train.graphs > 0
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.all_versions
-@pytest.mark.usefixtures("no_codegen")
-def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path):
-    before = variables()
-    module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
-    assert variables() == (str(tmp_path / "inductor"), str(tmp_path / "triton"))
-    restore(module)
-    assert variables() == before
-    module = compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=tmp_path, verify="off")
-    assert variables() != before
-    del module
-    gc.collect()
-    assert variables() == before
+@pytest.mark.parametrize(
+    ("folder", "error", "message"),
+    [
+        (3, TypeError, "cache_dir=3 must be the path of a folder, not int"),
+        (b"kept", TypeError, "cache_dir=b'kept'"),
+        ("", ValueError, "'.' is the current folder"),
+        (__file__, ValueError, "must be a folder, but is a file"),
+    ],
+)
+def test_a_wrong_folder_is_refused_with_the_argument_and_the_value(folder, error, message):
+    with pytest.raises(error, match=message):
+        InductorCompile(cache_dir=folder)
 
 
 @pytest.mark.all_versions
 @pytest.mark.gpu
 def test_compile_workers_that_started_earlier_use_the_folder(tmp_path):
-    def fit(callback, width):
+    for width, folder in ((24, None), (40, tmp_path)):  # the first run starts the workers
         net = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, CLASSES))
+        callback = InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=folder)
         trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(4))
-
-    fit(InductorCompile("default", None, baseline_steps=0, verify="off"), 24)  # starts the workers
-    fit(InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=tmp_path), 40)
     assert list((tmp_path / "triton").rglob("*.cubin"))
 
 
@@ -167,5 +198,59 @@ print(len(measured))
 @pytest.mark.all_versions
 @pytest.mark.gpu
 def test_a_second_process_measures_no_configurations_of_kernels(tmp_path):
-    assert int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) > 0
-    assert int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) == 0
+    first, second = (int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) for _ in range(2))
+    assert first > second == 0
+
+
+# ------------------------------------------------------------------------------------------ the file of a model
+
+EMPTY = {"version": 1, "winners": {}, "shapes": {}, "compile_seconds": {}}
+
+
+def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
+    record = ModelRecord(tmp_path / "cache", "abc")
+    assert record.load() == EMPTY
+    for number in range(60):
+        assert record.update("winners", str(number), {}) is None
+    record.update("winners", "10", {"candidate": "default"})
+    winners = ModelRecord(tmp_path / "cache", "abc").load()["winners"]
+    assert list(winners.items()) == [*((str(number), {}) for number in range(11, 60)), ("10", {"candidate": "default"})]
+    assert ModelRecord(tmp_path / "cache", "other").load() == EMPTY
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model-abc.json"]
+    assert [path.stat().st_mode & 0o777 for path in (record.path, record.path.parent)] == [0o600, 0o700]
+
+
+DAMAGED = (
+    *(
+        b"",
+        b"null",
+        b"[" * 200_000,
+        b"\xff\xfe\x00",
+        b'{"winners": {"k": {}}}',
+        b'{"version": 2, "winners": {"k": {}}}',
+    ),
+    b'{"version": 1, "winners": null, "shapes": null, "compile_seconds": null}',
+    *(b'{"version": 1, "winners": ' + winners for winners in (b'["k"]}', b'{"k": null, "l": "default"}}')),
+    b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_record_reads_as_an_empty_one_and_can_be_written_again(tmp_path, content):
+    record = ModelRecord(tmp_path, "abc")
+    record.path.write_bytes(content)
+    assert record.load() == EMPTY
+    assert record.update("winners", "k", {"candidate": "default"}) is None
+    assert record.load()["winners"] == {"k": {"candidate": "default"}}
+
+
+def test_record_that_cannot_be_read_or_written_costs_the_record_only(tmp_path):
+    pipe, folder = (ModelRecord(tmp_path, name) for name in ("pipe", "folder"))
+    os.mkfifo(pipe.path)
+    folder.path.mkdir()
+    assert pipe.load() == folder.load() == EMPTY  # opening a pipe would wait for a writer
+    assert "Error" in folder.update("winners", "k", {})
+    assert "TypeError" in ModelRecord(tmp_path, "json").update("winners", "k", {"candidate": object()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-folder.json", "model-pipe.json"]
+    (tmp_path / "file").write_text("")
+    assert "Error" in ModelRecord(tmp_path / "file", "abc").update("winners", "k", {})

@@ -1,0 +1,151 @@
+"""Graphs that torch captures wrongly, values that are grossly wrong, and comparisons that fail within a transform."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import jvp, vmap
+from torch.testing._internal.two_tensor import TwoTensor
+
+from compile_callbacks import CompileError, InductorBackend, compile_phases, report_of, restore
+from compile_callbacks._torch import modes
+from tests.cases import zoo
+from tests.cases.case import Case, check, net
+from tests.support.models import CLASSES, FEATURES, mlp
+from tests.support.wrong_passes import Doubling, WrongBackward
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+CAPTURES_WRONGLY = torch.__version__ < "2.13"
+TRAIN = {"infer_mode": None}
+FUNCTIONS = {how.replace(" ", "_"): functools.partial(zoo.function_that, how) for how in zoo.MULTIPLY}
+COMPILED = {"train.graphs": 7, "train.graph_breaks": 2}  # newer torch breaks the graph of "dirty"
+FUNCTIONS |= {"dirty": lambda: zoo.MarksDirty(FEATURES, FEATURES)}
+WRONG_TRAIN, WRONG_INFER = (
+    {f"{phase}.verified": "differs 1", f"{phase}.fallbacks": 1, f"{phase}.diagnostics.eager_calls": {"net": calls}}
+    for phase, calls in (("train", 6), ("infer", 4))
+)
+WARN, SAID = {"verify": "warn", "targets": ["net"]}, "the graph runs eagerly from here on, because rounding errors"
+
+
+def relu():
+    return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.ReLU())
+
+
+CASES = [
+    Case(
+        name="autograd functions",
+        make=zoo.logits(lambda m, x: sum(getattr(m, name)(x) for name in FUNCTIONS), **FUNCTIONS),
+        callback=TRAIN,
+        expect={"train.graphs": 2, "train.fallbacks": 4}
+        if CAPTURES_WRONGLY
+        else {"train.graphs": 7, "train.graph_breaks": 2},
+        codes=("CC307",) * 4 * CAPTURES_WRONGLY,
+        says="computes wrong gradients if it captures a torch.autograd.Function" * CAPTURES_WRONGLY,
+    ),
+    Case(
+        name="wrong outputs",
+        make=net(relu),
+        callback={**WARN, "passes": [Doubling(torch.ops.aten.relu.default)]},
+        expect=WRONG_TRAIN | WRONG_INFER,
+        codes=("CC302",) * 2,
+        says=SAID,
+    ),
+    Case(
+        name="wrong gradients",
+        make=net(relu),
+        callback={**WARN, "passes": [WrongBackward()]},
+        expect=WRONG_TRAIN,
+        codes=("CC302",),
+        says=SAID,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wrong_captures_and_values_do_not_reach_the_run(case):
+    check(case)
+
+
+@pytest.mark.filterwarnings("ignore:target 'forward' runs eagerly")  # the Hessian on torch 2.11
+@pytest.mark.parametrize("derivative", zoo.DERIVATIVES)
+def test_derivatives_within_a_target_are_compared_and_leave_no_transform_active(derivative):
+    eager, points = zoo.Derivatives(zoo.DERIVATIVES[derivative]), torch.randn(5, 2)
+    module = compile_phases(copy.deepcopy(eager))
+    torch.testing.assert_close(module(points), eager(points))
+    module(points).square().sum().backward()
+    train = report_of(module).train
+    assert train.verified == "equal 1" or train.fallbacks == 1
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    restore(module)
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_modes_are_restored_after_an_error(levels):
+    def enter():
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        torch._C._functorch._grad_increment_nesting()
+        torch._C._functorch._jvp_increment_nesting()
+        if not levels:
+            torch._C._enter_dual_level()
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        torch.autocast_increment_nesting()
+        raise KeyError("between two operators")
+
+    def check_restored(x):
+        with pytest.raises(KeyError), modes.restored_after_error():
+            enter()
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == levels
+        assert torch.is_grad_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
+        return x
+
+    if levels:
+        with forward_ad.dual_level():
+            vmap(check_restored)(torch.ones(2))
+    else:
+        check_restored(None)
+    jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))  # fails if a level of forward AD is active
+
+
+def test_frozen_backend_built_under_autocast_is_compared_and_returns_real_tensors():
+    module, x = mlp().eval(), torch.randn(4, FEATURES)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        backend = InductorBackend({"options": {"freezing": True}}, verify="raise").build(module, x)
+        outputs = [module(x), backend.infer(x), backend.infer(torch.randn(6, FEATURES)), module(x)]
+    assert {type(output) for output in outputs} == {torch.Tensor}
+    torch.testing.assert_close(outputs[:2], [expected, expected], rtol=0.02, atol=0.02)
+    assert "not compared" not in backend.report.infer.verified
+    assert backend.report.infer.verified.startswith("equal")
+
+
+class WritesSubclass(nn.Module):
+    """Writes a tensor subclass, of which a comparison makes no copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", TwoTensor(torch.ones(4), torch.ones(4)))
+
+    def forward(self, x):
+        self.state.add_(1)
+        return x * 2
+
+
+@torch.no_grad()
+def test_verify_raise_raises_if_a_comparison_fails_with_an_error():
+    raising, warning = (compile_phases(WritesSubclass(), verify=verify) for verify in ("raise", "warn"))
+    with pytest.raises(CompileError, match=r"could not be compared with eager in the infer phase: error: RuntimeError"):
+        raising(torch.randn(4))
+    warning(torch.randn(4))
+    assert report_of(warning).infer.verified == "not compared 1 (error)"
+    for module in (raising, warning):
+        restore(module)

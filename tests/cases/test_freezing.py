@@ -1,0 +1,226 @@
+"""Weights that change between steps, and weights that Inductor freezes in the infer phase, which are never stale."""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import ANY
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.testing._internal.two_tensor import TwoTensor
+
+from compile_callbacks import CompileWarning, InductorCompile, Tune
+from tests.cases import zoo
+from tests.cases.case import Case, check, net
+from tests.support.against_eager import FLOAT32, assert_fits_as_eager
+from tests.support.memory import tensor_elements, without_automatic_collection
+from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+
+FREEZING, TRAIN = {"freezing": True}, {"infer_mode": None}
+
+
+def blocks():
+    return zoo.Changes(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
+
+
+def parts():
+    return zoo.Changes(zoo.PART_CHANGES, a=zoo.Turning, b=zoo.Adapted, c=zoo.Late)
+
+
+SHARED = {"train_mode": None, "infer_mode": FREEZING, "baseline_steps": 1, "targets": ["list.net.*"]}
+SAID = "repeated blocks share a graph, but not their weights"
+CHANGED = {f"train.{name}": ANY for name in ("graphs", "graph_breaks", "recompiles", "diagnostics.eager_calls")}
+WHOLE, EACH = ({**TRAIN, "targets": [targets]} for targets in ("logits", "[abc]"))
+CASES = [
+    Case(name="blocks", make=blocks, train=(4,) * 20, callback=WHOLE, expect=CHANGED),
+    Case(name="blocks that share a graph", make=blocks, train=(4,) * 12, callback=EACH, expect=CHANGED),
+    Case(name="parts", make=parts, train=(4,) * 14, callback=TRAIN, expect=CHANGED),
+    Case(
+        name="frozen blocks",
+        make=zoo.layers,
+        validation=None,
+        callback=SHARED,
+        expect={"infer.graphs": 2},
+        codes=("CC204",),
+        says=SAID,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_changing_weights_compute_what_eager_computes(case):
+    callback = check(case)
+    assert case.says in str(callback.report)
+
+
+def frozen(train="default", **settings):
+    return InductorCompile(train, FREEZING, baseline_steps=0, **settings)
+
+
+def predicted_eagerly(module):
+    module = copy.deepcopy(module).eval()
+    with torch.no_grad():
+        return torch.cat([module.net(x) for x, _ in loader(2)])
+
+
+def assert_predicts_as_eager(callback, module):
+    predicted = torch.cat(trainer(callback).predict(module, loader(2)))
+    torch.testing.assert_close(predicted, predicted_eagerly(module), **FLOAT32)
+
+
+def folded():
+    return counters["inductor"]["binary_folding_conv"] + counters["inductor"]["binary_folding"]
+
+
+def optimizer_step(module):
+    module.net(torch.ones(2, FEATURES)).square().mean().backward()
+    torch.optim.SGD(module.parameters(), 0.5).step()
+
+
+CHANGES = (
+    optimizer_step,
+    lambda m: m.net[1].weight.data.mul_(3),
+    lambda m: m.net[1].weight.data.copy_(m.net[1].weight.detach().flip(0)),
+    lambda m: m.load_state_dict({k: torch.rand_like(v.float()).to(v.dtype) for k, v in m.state_dict().items()}),
+    lambda m: setattr(m.net[1].weight, "data", torch.ones_like(m.net[1].weight)),
+    lambda m: setattr(m.net[1], "weight", nn.Parameter(2 * torch.ones_like(m.net[1].weight))),
+)
+
+
+def test_predict_folds_weights_once_and_after_each_change_and_fit_does_not():
+    callback = frozen()
+    counters.clear()
+    module = assert_fits_as_eager(callback, make=net(zoo.convolutional), train=2, max_epochs=4)
+    assert (callback.report.infer.graphs, folded()) == (1, 0)
+    (line,) = (line for line in str(callback.report).splitlines() if line.startswith("infer "))
+    assert line.endswith("; freezing has no effect while weights may change, as during fit")
+    assert_predicts_as_eager(callback, module)
+    assert folded() > 0
+    assert not torch._inductor.config.freezing
+    graphs = callback.report.infer.graphs
+    assert_predicts_as_eager(callback, module)
+    trainer(callback).test(module, loader(2), verbose=False)
+    assert callback.report.infer.graphs == graphs
+    for number, change in enumerate(CHANGES):
+        before = predicted_eagerly(module)
+        change(module)
+        assert not torch.allclose(predicted_eagerly(module), before), number
+        assert_predicts_as_eager(callback, module)
+
+
+@pytest.mark.codegen
+def test_earlier_frozen_weights_are_freed():
+    module = Classifier(nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, CLASSES)))
+    callback, elements = frozen(None), []
+    with without_automatic_collection():
+        for _ in range(4):
+            assert_predicts_as_eager(callback, module)
+            elements.append(tensor_elements())
+            module.net[-1].weight.data.mul_(2)
+    assert callback.report.infer.graphs == 4
+    assert elements[-1] == elements[1]
+
+
+def test_a_candidate_that_cannot_freeze_is_named_in_its_own_events_only():
+    callback = InductorCompile(None, Tune(["default", "freezing"], steps=5), targets=["list.net.*"])
+    trainer(callback).predict(zoo.layers(), loader(40))  # without a warning, which would be an error
+    events = [event for event in callback.report.infer.diagnostics.events if event["kind"] == "freezing"]
+    assert [event["candidate"] for event in events] == ["freezing"]
+
+
+class TrainsInPredict(Classifier):
+    """Takes an optimizer step in each step of a prediction."""
+
+    def predict_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.enable_grad():
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            gradients = torch.autograd.grad(loss, list(self.net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+        return self.net(x)
+
+
+@pytest.mark.parametrize("baseline_steps", [0, 5])
+def test_a_stage_whose_steps_change_the_weights_runs_unfrozen_after_the_second_refreeze(baseline_steps):
+    callback = InductorCompile(None, FREEZING, baseline_steps=baseline_steps)
+    module, eager = seeded(TrainsInPredict), seeded(TrainsInPredict)
+    with pytest.warns(CompileWarning, match="'net' was compiled 3 times, and runs without frozen weights") as warned:
+        outputs = trainer(callback, inference_mode=False).predict(module, loader(16))
+    assert ["without frozen weights" in str(warning.message) for warning in warned].count(True) == 1
+    torch.testing.assert_close(outputs, trainer(inference_mode=False).predict(eager, loader(16)), **FLOAT32)
+    graphs = callback.report.infer.graphs
+    assert graphs <= 8  # with and without gradients: three times frozen, and once unfrozen
+    assert "freezing has no effect in a stage whose steps change the weights" in str(callback.report)
+    for _ in range(2):  # the next stage freezes, and keeps the code
+        trainer(callback).test(module, loader(2), verbose=False)
+        assert callback.report.infer.graphs == graphs + 1
+
+
+class Edited(Classifier):
+    """Edits its network before the third batch of a prediction."""
+
+    def __init__(self, net, edit):
+        super().__init__(net)
+        self.edit = edit
+
+    @torch.no_grad()
+    def predict_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.edit(self.net).mul_(3)
+        return self.net(batch[0])
+
+
+class Sparse(nn.Linear):
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        self.register_buffer("adjacency", (torch.eye(FEATURES) * 2).to_sparse_coo())
+
+    def forward(self, x):
+        return super().forward((self.adjacency @ x.t()).t())
+
+
+class Subclass(nn.Linear):
+    """Its weight is a tensor subclass."""
+
+    def __init__(self):
+        super().__init__(FEATURES, CLASSES)
+        weight = self.weight.detach()
+        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x).a
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(CLASSES))
+
+
+# torch compiles no graph with sparse tensors
+@pytest.mark.filterwarnings("ignore:target 'net' ran in the infer phase without a compiled graph")
+@pytest.mark.filterwarnings("ignore:freezing has no effect on target 'net' in the infer phase. 'adjacency'")
+@pytest.mark.filterwarnings("ignore:TwoTensor does not implement _stable_hash_for_caching")
+@pytest.mark.parametrize(
+    ("make", "edit", "message"),
+    [
+        (lazy, lambda net: net[0].weight, "'0.weight'"),
+        (Sparse, lambda net: net.adjacency, "'adjacency'"),
+        (Subclass, lambda net: net.bias, "'weight' is a tensor subclass"),
+    ],
+)
+def test_other_kinds_of_weights_predict_as_eager_and_are_not_frozen(make, edit, message):
+    def predictions(*callbacks):
+        torch.manual_seed(1)  # lazy weights are initialized in the first call
+        return torch.cat(trainer(*callbacks).predict(Edited(make(), edit), loader(4)))
+
+    callback = frozen(None, targets="net")
+    with pytest.warns(CompileWarning, match=f"freezing has no effect.*{message}"):
+        ours = predictions(callback)
+    torch.testing.assert_close(ours, predictions(), **FLOAT32)
+    if make is not Sparse:
+        assert (callback.report.infer.graphs, callback.report.infer.fallbacks) == (1, 0)

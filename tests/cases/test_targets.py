@@ -1,0 +1,256 @@
+"""The default targets are the modules and methods that the steps call and torch can compile; others have names."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.profilers import AdvancedProfiler
+from torch import nn
+from torch._dynamo.utils import counters
+
+from compile_callbacks import InductorCompile, compile_phases
+from tests.cases import zoo
+from tests.cases.case import Case, check, net
+from tests.support import random_modules
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+
+SEARCHED = "net,inside.net,inside.head,own.net,own,split.net,split.head,before,before.net,outer.net"
+RECORDED = "net,inside.net,inside.decode,split.encode,split.decode,before,before.net,outer.net,own.net,own"
+BASELINES = TRAIN, BASELINE = {"infer_mode": None}, {"infer_mode": None, "baseline_steps": 2}
+SEVERAL = ["list.net.0 + 3 more (4 blocks, 2 graphs)", "list.net.3", "head"]  # the first input has no gradient
+TWO_EPOCHS = {"max_epochs": 2}
+UNSUPPORTED = {
+    **dict.fromkeys(("traced", "scripted.forward"), "it is a TorchScript module"),
+    **dict.fromkeys(("waits", "encodes.encode"), "its .* is an async function"),
+}
+LATER = zoo.logits(zoo.call_later, parts=zoo.parts_with_head, direct=zoo.linear(CLASSES))
+THIRD_STEP = zoo.logits(lambda m, x: m.direct(m(x)) if m.global_step > 1 else m(x), direct=zoo.linear(CLASSES))
+HEADS = zoo.logits(lambda m, x: m.heads[0](m.net(x)), heads=lambda: nn.ModuleList([zoo.Unsearchable(3, 3)]))
+HOOKS = dict.fromkeys(("in_backward", "in_hook", "in_step"), zoo.linear(CLASSES))
+REPLACES = zoo.logits(
+    lambda m, x: m.net(x) + m.second(x) + (m.third or m.moved)(x), zoo.Replaces, second=mlp, third=mlp
+)
+
+
+def row(name, make, callback, expect, *codes, **settings):
+    return Case(name=name, make=make, callback=callback, expect=expect, codes=codes, **settings)
+
+
+def finds(names, graphs=None, **others):
+    names = names.split(",") if isinstance(names, str) else names
+    return {"train.targets": names, "train.graphs": graphs or len(names)} | others
+
+
+def names(*targets, **callback):
+    return {"targets": targets, **callback}
+
+
+CASES = [
+    row("calls", zoo.called, TRAIN, finds(SEARCHED)),
+    row("calls after a baseline", zoo.called, BASELINE, finds(RECORDED)),
+    *(
+        row(
+            f"compiled by the user, {targets}",
+            zoo.CompiledByUser,
+            {**BASELINE, "train_mode": "max-autotune-no-cudagraphs", "targets": targets},
+            {"train.graphs": 0, "train.compiled_step_ms": None, "train.speedup": None},
+            "CC102",
+            says="nothing is compiled in the train phase, because its steps call none of",
+        )
+        for targets in (None, ["net"])
+    ),
+    row(
+        "replaced methods",
+        zoo.Patched,
+        names("net.forward", "second.decode", "third.decode"),
+        {"train.graphs": 3, "infer.graphs": 3},
+        predict=None,
+    ),
+    row("no default targets", zoo.Unsupported, {}, finds("net,waits.net,encodes.net") | {"infer.graphs": 3}),
+    row(
+        "named all the same",
+        zoo.Unsupported,
+        names(*UNSUPPORTED, "net"),
+        {"train.targets": ["net"], "infer.targets": ["net"]},
+        *["CC104"] * 4,
+        says="(?s)" + ".*".join(f"target '{name}' is not compiled: {why}" for name, why in UNSUPPORTED.items()),
+    ),
+    row(
+        "few weights",
+        lambda: Classifier(zoo.Skipped(nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(9))))),
+        names("net", **TRAIN),
+        {"train.graph_breaks": 1},
+        "CC131",
+        says=r"graphs of target 'net' use 2 of its 18 weights \(11%\) in the train phase, .*\.py:\d+",
+    ),
+    row("changed", REPLACES, {}, finds("second,net,moved", 5) | {"infer.graphs": 5}, trainer=TWO_EPOCHS),
+    row(
+        "changed with names",
+        REPLACES,
+        names("net", "second", "third"),
+        finds("second,net", 4) | {"infer.graphs": 4},
+        "CC102",
+        trainer=TWO_EPOCHS,
+        says="target 'third' is no longer a part of the module",
+    ),
+    *(row(f"later {i}", LATER, BASELINES[i], finds("parts.net,parts.head,direct"), trainer=TWO_EPOCHS) for i in (0, 1)),
+    row("third step", THIRD_STEP, TRAIN, finds("forward,direct")),
+    *(row(f"blocks {i}", zoo.layers, BASELINES[i], finds(SEVERAL, 4) | {"train.recompiles": 1}) for i in (0, 1)),
+    row("glob", zoo.layers, names("list.net.[0124]", **TRAIN), finds(SEVERAL[:1], 2) | {"train.recompiles": 1}),
+    row("marked blocks", net(zoo.marked_blocks), TRAIN, finds("net")),
+    row("failure", HEADS, TRAIN, finds("net"), "CC102", says="could not be made a target: .*remove_duplicate"),
+    row(
+        "calls in hooks",
+        lambda: zoo.CallsInHooks(**HOOKS),
+        BASELINE,
+        finds("net,in_step"),
+        validation=None,
+        predict=None,
+    ),
+    row(
+        "later stage",
+        zoo.PredictsPart,
+        {"train_mode": None},
+        {"infer.targets": ["forward", "net.0"], "infer.graphs": 2},
+    ),
+    *(row(f"shallow copy {i}", zoo.logits(zoo.adapt), BASELINES[i], finds("net.0,net.1")) for i in (0, 1)),
+    row("two names", zoo.under_two_names, names("net", "same", "repeated", **TRAIN), finds("net,repeated")),
+    row("two matches", Classifier, names("net.[03]", **TRAIN), finds("net.0,net.3")),
+    row("methods of the root", Classifier, names("logits", "forward"), {}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_targets_are_compiled_as_the_case_expects(case):
+    check(case)
+    assert not zoo.Replaces.replaced  # the module of a replaced target is freed
+
+
+def test_the_users_profilers_do_not_hinder_finding_targets(tmp_path):
+    profilers = {"trainer": {"profiler": AdvancedProfiler(tmp_path, "profile")}, "inside": torch.profiler.profile}
+    check(row("profilers", zoo.called, BASELINE, finds(RECORDED), predict=None, **profilers))
+    assert "training_step" in (tmp_path / "fit-profile.txt").read_text()
+
+
+def test_an_exception_in_a_recorded_method_leaves_nothing_on_the_module():
+    module = zoo.Logits(lambda m, x: {}[m.net.encode(x)], net=zoo.Parts)
+    with pytest.raises(KeyError):
+        trainer(InductorCompile()).fit(module, loader(4))
+    assert slots(module) == set()
+
+
+@pytest.mark.parametrize(("patched", "encoded"), [(False, 0.0), (True, 1.0)])
+def test_a_pickle_within_a_step_needs_no_import_of_this_library(patched, encoded):
+    pickles = []
+
+    def pickle_within_step(trainer, pl_module):
+        assert "net.encode" in slots(pl_module)
+        pickles.append(pickle.dumps(pl_module))
+
+    model = random_modules.Model(random_modules.Spec(blocks=("plain",), target="net.encode", shared=True))
+    if patched:
+        model.net.encode = random_modules.first_features
+    callback = InductorCompile(targets=["net.encode", "side"], baseline_steps=0)
+    trainer(callback, LambdaCallback(on_after_backward=pickle_within_step)).fit(model, loader(2))
+    loaded = pickle.loads(pickles[-1])
+    assert b"compile_callbacks" not in pickles[-1]
+    loaded.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in loaded.state_dict().items()})
+    assert loaded.net.encode(torch.ones(2, FEATURES)).unique().item() == encoded
+
+
+@pytest.mark.parametrize("use", [InductorCompile, lambda targets: compile_phases(mlp(), targets=targets)])
+def test_targets_repeated_is_refused_with_what_replaces_it(use):
+    message = r"targets=\['net\.layers\.\*'\].*background=True.*CC201"
+    with pytest.raises(ValueError, match=message):
+        use(targets="repeated")
+
+
+# ------------------------------------------------------------------------------------------ what is on the modules
+
+
+def slots(module):
+    """The names of the modules and methods that have an object of this library in front of them."""
+    return {
+        f"{path}.{name}".removesuffix("._compiled_call_impl")
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value).__module__.startswith("compile_callbacks.")
+    }
+
+
+class Watched(zoo.Logits):
+    """Calls a part of each child; the user has compiled one."""
+
+    def __init__(self):
+        super().__init__(holder=Wrapper, loss=lambda: Wrapper(zoo.WithParameters()), outer=lambda: Wrapper(Wrapper()))
+        self.plain = nn.Sequential(nn.Softplus())
+        self.graphs, self.seen = [], {True: [], False: []}
+        self.outer.net.compile(backend=lambda graph, inputs: self.graphs.append(graph) or graph)
+
+    def logits(self, x):
+        self.seen[self.trainer.training].append(slots(self))
+        self.loss.net(self.holder.net(x))
+        return self.outer.net(x) + self.holder.net[0](x).sum()
+
+
+def test_probes_are_installed_only_where_the_library_may_compile():
+    callback = InductorCompile(None, "default", baseline_steps=0, on_error="raise")
+    module = fit(callback, make=Watched, train=6, val_check_interval=2, num_sanity_val_steps=0)
+    assert module.seen[True] == [set()] * 6
+    assert len(module.graphs) == 1  # the user's backend compiles once, for the train phase
+    left, targets = {"", "holder", "loss", "outer", "net", "net.0", "net.1", "net.3"}, {"holder.net", "outer.net"}
+    within = {"holder.net.0", "holder.net.1", "holder.net.3"}
+    assert module.seen[False] == [left | targets | within, *([left | targets | {"holder.net.0"}] * 5)]
+    assert set(callback.report.infer.targets) == {*targets, "holder.net.0"}
+
+
+class ReplacesInValidation(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.old, self.installed = [self.net], []
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking and self.net is self.old[0]:
+            self.net = mlp()
+            self.trainer.strategy.setup_optimizers(self.trainer)
+
+    def on_train_batch_end(self, *args):
+        self.installed.append((bool(slots(self.old[0])), bool(slots(self.net))))
+
+
+def test_a_network_that_replaces_another_within_an_epoch_is_compiled_and_the_old_one_runs_without_this_library():
+    callback = InductorCompile("default", None, baseline_steps=0)
+    module = fit(callback, make=ReplacesInValidation, train=6, validation=1, val_check_interval=2)
+    assert callback.report.train.diagnostics.steps == {"compiled": 6}
+    assert module.installed == [(True, True)] * 2 + [(False, True)] * 4
+
+
+def attention():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Unflatten(1, (8, 1)), nn.Linear(1, 8), encoder, nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+@pytest.mark.codegen
+@pytest.mark.parametrize(("make", "optimizer"), [(zoo.convolutional, torch.optim.SGD), (attention, torch.optim.AdamW)])
+def test_a_run_without_a_baseline_equals_torch_compile_from_the_first_step_on(make, optimizer):
+    runs = []
+    for by_hand in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        module = seeded(lambda: Classifier(Wrapper(make())))  # torch 2.11 compiles nothing of the call of a Sequential
+        module.configure_optimizers = lambda module=module: optimizer(module.parameters(), lr=0.01)
+        ours = InductorCompile("default", None, baseline_steps=0, verify="raise", on_error="raise")
+        graphs = []
+        count = LambdaCallback(on_train_batch_end=lambda *_, **__: graphs.append(counters["stats"]["unique_graphs"]))  # noqa: B023
+        if by_hand:
+            module.net.compile()
+        trainer(*[ours] * (not by_hand), count).fit(module, loader(10))
+        assert graphs == [1] * 10
+        runs.append([module.losses, dict(module.state_dict())])
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
