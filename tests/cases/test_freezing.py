@@ -24,11 +24,11 @@ FREEZING, TRAIN = {"freezing": True}, {"infer_mode": None}
 
 
 def blocks():
-    return zoo.Changes(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
+    return zoo.ChangesLayers(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
 
 
 def parts():
-    return zoo.Changes(zoo.PART_CHANGES, a=zoo.Turning, b=zoo.Adapted, c=zoo.Late)
+    return zoo.ChangesLayers(zoo.PART_CHANGES, a=zoo.Turning, b=zoo.Adapted, c=zoo.Late)
 
 
 SHARED = {"train_mode": None, "infer_mode": FREEZING, "baseline_steps": 1, "targets": ["list.net.*"]}

@@ -843,7 +843,7 @@ def convolutional():
     return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), *layers)
 
 
-class Changes(Logits):
+class ChangesLayers(Logits):
     """Changes its layers before each second batch, and keeps all gradients."""
 
     def __init__(self, changes, **layers):
