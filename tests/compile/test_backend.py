@@ -1,4 +1,4 @@
-"""`InductorBackend`: states, building on samples, inference, and refused arguments."""
+"""`InductorBackend`: states, building on samples, inference, saving and loading, and refused arguments."""
 
 from __future__ import annotations
 
@@ -9,19 +9,152 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileError, InductorBackend, compile_phases, restore
-from compile_callbacks.inference.backend import TRANSITIONS
-from tests.support.backend_models import RUNS, Model, assert_same_state, batch, eagerly, linear, state_of
-from tests.support.models import FEATURES
+from compile_callbacks import CompileError, InductorBackend, InductorConfig, compile_phases, restore
+from tests.support.models import FEATURES, mlp
+from tests.support.processes import run_in_new_process
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
 
-pytestmark = pytest.mark.usefixtures("dropped_backends_go", "no_codegen")
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
+
+RUNS = []
 
 
-@pytest.fixture(autouse=True)
-def _no_runs_yet():
+@torch.library.custom_op("compile_callbacks_tests::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Count executions, also in compiled code, but not traces."""
+    RUNS.append(tuple(x.shape))
+    return x.clone()
+
+
+@counted.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Model(nn.Module):
+    """Has state that inference must not change: a dropout, a batch norm, and a buffer that each call replaces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(mlp(), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, scale=None):
+        assert x.shape[0] != 13, "thirteen, by design"
+        self.calls = self.calls + 1
+        out = self.net(counted(x))
+        return out if scale is None else out * scale
+
+
+def batch(size=4):
+    return torch.linspace(-1, 1, size * FEATURES).reshape(size, FEATURES)
+
+
+def eagerly(*args, **kwargs):
+    with torch.no_grad():
+        return Model().eval()(*args, **kwargs)
+
+
+def state_of(module):
+    """The attributes, the training flags and the weights of a module and its submodules."""
+    weights = {name: value.tolist() for name, value in module.state_dict().items()}
+    return [set(vars(part)) for part in module.modules()], [part.training for part in module.modules()], weights
+
+
+SAMPLES = [batch(4), {"x": batch(6), "scale": torch.tensor(2.0)}]
+TO_SAVE = {"x": batch(6), "scale": 2.0}
+CONFIG = InductorConfig(options={"epilogue_fusion": False}, dynamic=False)
+
+TRANSITIONS = {
+    "init": {"build": "active"},
+    "active": {"infer": "active", "deactivate": "inactive", "to_dict": "active"},
+    "inactive": {"activate": "active", "to_dict": "inactive"},
+    "checkpoint_loaded": {"activate": "active", "deploy": "deployed", "to_dict": "checkpoint_loaded"},
+    "deployed": {"infer": "deployed"},
+}
+ARGUMENTS = {"build": (Model(), batch()), "infer": (batch(),), "deploy": ("cpu",)}
+
+
+def call(backend, name):
+    return getattr(backend, name)(*ARGUMENTS.get(name, ()))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A file with a backend's data, and the backend's output for a sample."""
+    module = Model()
+    module(batch(), scale=1.0)  # in training mode: changes the batch norm's statistics
+    backend = InductorBackend(CONFIG, verify="raise", on_error="raise").build(
+        module, [TO_SAVE, (batch(3), torch.tensor(3.0))]
+    )
+    path = tmp_path_factory.mktemp("saved") / "backend.pt"
+    torch.save(backend.to_dict(), path)
+    result = path, backend.infer(**TO_SAVE)
+    backend.deactivate()
+    return result
+
+
+@pytest.fixture
+def state(saved):
+    return torch.load(saved[0], weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ["build", "to_dict", "infer", "deactivate", "to_dict", "activate", "infer", "deactivate"],
+        ["to_dict", "deploy", "infer"],
+        ["to_dict", "activate", "infer", "deactivate"],
+    ],
+)
+def test_each_state_allows_its_calls_and_refuses_others(state, calls):
+    backend = InductorBackend() if "build" in calls else InductorBackend.from_dict(Model(), state, batch())
+    for name in calls:
+        before = backend.state
+        for refused in {*ARGUMENTS, "activate", "deactivate", "to_dict"} - TRANSITIONS[before].keys():
+            with pytest.raises(RuntimeError, match=rf"{refused}\(\) is not allowed in .* '{before}'; allowed: \w+\(\)"):
+                call(backend, refused)
+            assert backend.state == before
+        result = call(backend, name)
+        assert backend.state == TRANSITIONS[before][name]
+        assert repr(backend).endswith(f"{backend.state}>")
+        if name == "infer" and "build" in calls:
+            torch.testing.assert_close(result, eagerly(batch()))
+    report = backend.report.infer
+    assert report.verified == f"equal {report.graphs}"
+    if "build" in calls:  # the second compile is torch's cached one
+        assert (report.cache_hits, report.diagnostics.cache_misses) == (1, 0)
+
+
+@pytest.mark.codegen
+def test_building_runs_each_sample_once_and_restores_the_module():
+    module = Model()
+    module.net[0][1].eval()
+    before, generator = state_of(module), torch.get_rng_state()
     RUNS.clear()
+    backend = InductorBackend(verify="off").build(module, SAMPLES, device="cpu")
+    assert RUNS == [(4, FEATURES), (6, FEATURES)]
+    assert module.calls == 0
+    assert not any(part.training for part in module.modules())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert (backend.device, backend.state) == (torch.device("cpu"), "active")
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # are uncompiled
+        twin.net = nn.Identity()
+        with torch.no_grad():
+            torch.testing.assert_close(twin(batch()), batch())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="to_dict"):
+            copied(backend)
+    graphs = backend.report.infer.graphs
+    torch.testing.assert_close(backend.infer(batch(4)), eagerly(batch(4)))
+    torch.testing.assert_close(backend.infer(x=batch(6), scale=torch.tensor(3.0)), eagerly(batch(6)) * 3)
+    assert module.calls == 2
+    module.calls.zero_()
+    backend.deactivate()
+    assert state_of(module) == before
+    assert backend.report.infer.graphs == graphs
 
 
 class Broken(Uncached):
@@ -29,130 +162,35 @@ class Broken(Uncached):
         raise ZeroDivisionError("by design")
 
 
-@pytest.fixture(scope="module")
-def saved():
-    backend = InductorBackend().build(linear(), batch())
-    state = backend.to_dict()
-    backend.deactivate()
-    return state
+X, FAILS, WRONG = batch(), {"passes": (Broken(),)}, {"passes": (WrongForward("infer"),)}
 
 
-def backend_in(state, saved):
-    if state in ("checkpoint_loaded", "deployed"):
-        backend = InductorBackend.from_dict(linear(), saved, batch())
-        if state == "deployed":
-            backend.deploy("cpu")
-        return backend
-    backend = InductorBackend()
-    if state != "init":
-        backend.build(linear(), batch())
-    if state == "inactive":
-        backend.deactivate()
-    return backend
-
-
-CALL = {
-    "build": lambda backend: backend.build(linear(), batch()),
-    "infer": lambda backend: backend.infer(batch()),
-    "deactivate": lambda backend: backend.deactivate(),
-    "activate": lambda backend: backend.activate(),
-    "deploy": lambda backend: backend.deploy("cpu"),
-    "to_dict": lambda backend: backend.to_dict(),
-}
-
-
-@pytest.mark.parametrize("state", TRANSITIONS)
-def test_each_state_allows_its_calls_and_refuses_others(saved, state):
-    refuses = backend_in(state, saved)
-    for call in CALL.keys() - TRANSITIONS[state].keys():
-        with pytest.raises(RuntimeError, match=rf"{call}\(\) is not allowed in the state '{state}'; allowed: \w+\(\)"):
-            CALL[call](refuses)
-        assert refuses.state == state
-    for call, after in TRANSITIONS[state].items():
-        backend = backend_in(state, saved)
-        CALL[call](backend)
-        assert (backend.state, repr(backend).endswith(f"{after}>")) == (after, True)
-        if "infer" in TRANSITIONS[after]:
-            with torch.no_grad():
-                torch.testing.assert_close(backend.infer(batch()), linear()(batch()))
-
-
-@pytest.mark.all_versions
-@pytest.mark.codegen
-def test_building_runs_each_sample_once_and_restores_the_module():
-    module = Model()
-    module.net[0][1].eval()
-    before, generator = state_of(module), torch.get_rng_state()
-    samples = [batch(4), {"x": batch(6), "scale": torch.tensor(2.0)}]
-    backend = InductorBackend(verify="off").build(module, samples, device="cpu")
-    assert RUNS == [(4, FEATURES), (6, FEATURES)]
-    assert module.calls == 0
-    assert not any(part.training for part in module.modules())
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert (backend.device, backend.state) == (torch.device("cpu"), "active")
-
-    graphs = backend.report.infer.graphs
-    torch.testing.assert_close(backend.infer(batch(4)), eagerly(batch(4)))
-    torch.testing.assert_close(backend.infer(x=batch(6), scale=torch.tensor(3.0)), eagerly(batch(6)) * 3)
-    assert backend.report.infer.graphs == graphs
-    assert module.calls == 2
-
-    module.calls.zero_()
-    backend.deactivate()
-    assert_same_state(module, before)
-    assert backend.report.infer.graphs == graphs
-
-
-@pytest.mark.all_versions
-def test_a_backend_is_activated_from_torchs_cache_and_compared_with_eager():
-    module = Model()
-    backend = InductorBackend().build(module, batch())
-    assert (backend.report.infer.verified, module.calls) == ("equal 1", 0)
-    backend.deactivate()
-    backend.activate()
-    assert (backend.report.infer.cache_hits, backend.report.infer.diagnostics.cache_misses) == (1, 0)
-    torch.testing.assert_close(backend.infer(batch()), eagerly(batch()))
-
-
-@pytest.mark.all_versions
 @pytest.mark.parametrize(
-    ("settings", "samples", "device", "error", "text"),
+    ("settings", "arguments", "error", "text"),
     [
-        ({}, [batch(), batch(13)], "cpu", AssertionError, "thirteen, by design"),
-        ({"mode": {"passes": (Broken(),)}, "on_error": "raise"}, batch(), "cpu", CompileError, "by design"),
-        ({"mode": {"passes": (WrongForward("infer"),)}, "verify": "raise"}, batch(), "cpu", CompileError, "differ"),
-        ({}, batch(), "meta", ValueError, "device='meta' cannot be used"),
-        ({}, batch(), 0, TypeError, "device=0"),
+        ({}, [[X, batch(13)]], AssertionError, "thirteen, by design"),
+        ({"mode": FAILS, "on_error": "raise"}, [X], CompileError, "by design"),
+        ({"mode": WRONG, "verify": "raise"}, [X], CompileError, "differ"),
+        ({}, [X, "meta"], ValueError, "device='meta' cannot be used"),
+        ({}, [X, 0], TypeError, "device=0"),
+        ({}, [None], TypeError, "samples must be a tensor, a tuple .* not NoneType"),
+        ({}, [[X, 3]], TypeError, r"samples\[1\] must be a tensor.* not int; \(x,\) is"),
+        ({}, [[]], ValueError, "samples is empty"),
+        ({}, [{1: X}], TypeError, "keywords must be strings"),
     ],
 )
-def test_a_build_that_fails_restores_the_module(settings, samples, device, error, text):
-    module = Model()
+def test_a_build_that_fails_restores_the_module(settings, arguments, error, text):
+    module, backend = Model(), InductorBackend(**settings)
     module.net[0][1].eval()
     before = state_of(module)
-    backend = InductorBackend(**settings)
     with pytest.raises(error, match=text):
-        backend.build(module, samples, device)
-    assert_same_state(module, before)
+        backend.build(module, *arguments)
+    assert state_of(module) == before
     assert (backend.state, backend.device) == ("init", None)
-    if not settings:
-        torch.testing.assert_close(backend.build(module, batch()).infer(batch()), eagerly(batch()))
+    if error is AssertionError or "meta" in arguments:
+        torch.testing.assert_close(backend.build(module, X).infer(X), eagerly(X))
 
 
-@pytest.mark.parametrize(
-    ("samples", "error", "text"),
-    [
-        (None, TypeError, "samples must be a tensor, a tuple .* not NoneType"),
-        ([batch(), 3], TypeError, r"samples\[1\] must be a tensor.* not int; \(x,\) is"),
-        ([], ValueError, "samples is empty"),
-        ({1: batch()}, TypeError, "keywords must be strings"),
-    ],
-)
-def test_wrong_samples_are_refused_by_their_index(samples, error, text):
-    with pytest.raises(error, match=text):
-        InductorBackend().build(linear(), samples)
-
-
-@pytest.mark.all_versions
 @pytest.mark.parametrize(("fullgraph", "graphs", "eager_calls"), [(False, 2, {"forward": 20}), (True, 3, {})])
 def test_inputs_that_no_sample_has_run_eagerly_or_are_compiled_with_fullgraph(fullgraph, graphs, eager_calls):
     backend = InductorBackend({"dynamic": False, "fullgraph": fullgraph}).build(Model(), [batch(2), batch(3)])
@@ -162,58 +200,110 @@ def test_inputs_that_no_sample_has_run_eagerly_or_are_compiled_with_fullgraph(fu
     assert (report.graphs, report.diagnostics.eager_calls) == (graphs, eager_calls)
 
 
-@pytest.mark.all_versions
 def test_a_module_that_is_already_compiled_is_refused():
-    module = nn.Sequential(linear())
+    module, new = nn.Sequential(nn.Linear(FEATURES, 3)), InductorBackend()
+    backend = InductorBackend().build(module, X)
+
+    def refused(text, function, *arguments, **settings):
+        with pytest.raises(ValueError, match=text):
+            function(*arguments, **settings)
+
+    ours = "this library already compiled module"
+    refused(r"at 'forward'; undo that first: deactivate\(\)", new.build, module, X)
+    refused(r"deactivate\(\)", compile_phases, module)
+    refused(ours, InductorBackend.from_dict, module, backend.to_dict(), X)
+    backend.deactivate()
     for part in (module, module[0]):
         compile_phases(part)
-        with pytest.raises(ValueError, match="this library already compiled module"):
-            InductorBackend().build(module, batch())
+        refused(ours, new.build, module, X)
+        refused(ours, backend.activate)
+        assert backend.state == "inactive"
         restore(part)
-    backend = InductorBackend().build(module, batch())
-    with pytest.raises(ValueError, match=r"at 'forward'; undo that first: deactivate\(\)"):
-        InductorBackend().build(module, batch())
-    with pytest.raises(ValueError, match=r"deactivate\(\)"):
-        compile_phases(module)
-    with pytest.raises(ValueError, match="this library already compiled module"):
-        InductorBackend.from_dict(module, backend.to_dict(), batch())
-    backend.deactivate()
-    compile_phases(module)
-    with pytest.raises(ValueError, match="this library already compiled module"):
-        backend.activate()
-    assert backend.state == "inactive"
-    restore(module)
-    with pytest.raises(ValueError, match=r"the result of torch\.compile"):
-        InductorBackend().build(torch.compile(module), batch())
-    inner = InductorBackend().build(module[0], batch())
-    with pytest.raises(ValueError, match="already"):
-        compile_phases(module, targets=["0"])
+    refused(r"the result of torch\.compile", new.build, torch.compile(module), X)
+    inner = new.build(module[0], X)
+    refused("already", compile_phases, module, targets=["0"])
     inner.deactivate()
 
 
-@pytest.mark.all_versions
-def test_a_copy_of_the_module_is_uncompiled_and_a_backend_has_no_copy():
-    module = Model()
-    backend = InductorBackend().build(module, batch())
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        twin.net = nn.Identity()
-        with torch.no_grad():
-            torch.testing.assert_close(twin(batch()), batch())
-    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="to_dict"):
-            copied(backend)
+# ---------------------------------------------------------------------------------------------- saved as data
+
+OTHER_PROCESS = """
+import sys
+import torch
+from tests.compile.test_backend import Model, batch
+from compile_callbacks import InductorBackend
+
+path, out = sys.argv[1:]
+sample, state = {"x": batch(6), "scale": 2.0}, torch.load(path, weights_only=True)
+backend = InductorBackend.from_dict(Model(), state, sample, verify="raise", on_error="raise", name="scores")
+backend.deploy("cpu")
+torch.save({"out": backend.infer(**sample), "graphs": backend.report.infer.graphs, "repr": repr(backend)}, out)
+"""
+
+
+def test_another_process_computes_the_same(saved, tmp_path):
+    path, expected = saved
+    run_in_new_process(OTHER_PROCESS, path, tmp_path / "out.pt")
+    seen = torch.load(tmp_path / "out.pt", weights_only=True)
+    torch.testing.assert_close(seen["out"], expected)
+    assert seen["graphs"] == 1
+    assert seen["repr"] == "<scores: Model, options={epilogue_fusion: False}, dynamic=False, cpu, deployed>"
+
+
+def test_config_and_weights_are_loaded_and_other_fields_ignored(saved, state):
+    assert (state["format"], state["version"]) == ("compile_callbacks.InductorBackend", 1)
+    module, versions = Model(), dict(Model().state_dict()._metadata)
+    older = {**state, "new_shapes": "eager", "verify": "off", "name": "old", "device": "cuda:7", "module": "Other"}
+    backend = InductorBackend.from_dict(module, older, TO_SAVE, name="scores")
+    assert (backend.name, backend.state, backend.device, backend.config) == (
+        "scores",
+        "checkpoint_loaded",
+        None,
+        CONFIG,
+    )
+    assert state["state_dict"]._metadata == versions
+    again = backend.to_dict()
+    assert again.keys() == state.keys() == {"format", "version", "config", "state_dict"}
+    torch.testing.assert_close(again.pop("state_dict"), state.pop("state_dict"), rtol=0, atol=0)
+    assert again == state
+    backend.activate()
+    assert backend.device == torch.device("cpu")
+    torch.testing.assert_close(backend.infer(**TO_SAVE), saved[1])
+    backend.deactivate()
+    assert module.training
+
+
+def with_weights(change):
+    return lambda state: {**state, "state_dict": change(dict(state["state_dict"]))}
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "text"),
+    ("change", "error", "text"),
     [
-        ({"mode": "defualt"}, ValueError, "did you mean 'default'"),
-        ({"mode": None}, ValueError, "mode=None compiles nothing"),
-        ({"mode": {"optoins": {}}}, ValueError, "mode: field='optoins'"),
-        ({"verify": "no"}, ValueError, "verify='no'"),
-        ({"name": "a\nb"}, ValueError, "name="),
+        (list, TypeError, "state must be the mapping .* not list"),
+        (lambda state: state["state_dict"], ValueError, "state has the format None"),
+        (lambda state: state | {"version": 2}, ValueError, "version 2, and this library reads version 1"),
+        (lambda state: state.pop("config") and state, ValueError, "state has no 'config'"),
+        (lambda state: state | {"config": {"mode": "fast"}}, ValueError, "mode='fast'"),
+        (with_weights(lambda old: old.popitem() and old), ValueError, r"fit module: 'net\..*' is missing in state"),
+        (with_weights(lambda old: old | {"calls": X}), ValueError, r"'calls' is a tensor of shape \(4, 8\)"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(settings, error, text):
+def test_data_that_do_not_fit_are_refused_by_name(state, change, error, text):
+    module = Model()
+    before = state_of(module)
     with pytest.raises(error, match=text):
-        InductorBackend(**settings)
+        InductorBackend.from_dict(module, change(state), TO_SAVE)
+    assert state_of(module) == before
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"notes": [object()]}
+
+
+def test_what_cannot_be_saved_is_named():
+    backend = InductorBackend().build(WithExtraState(FEATURES, 2), X)
+    with pytest.raises(ValueError, match=r"state_dict\['_extra_state'\] has a value of type object"):
+        backend.to_dict()
+    assert backend.state == "active"

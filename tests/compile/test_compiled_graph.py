@@ -1,9 +1,10 @@
-"""The functions of this library between torch's code and a compiled graph."""
+"""How torch calls compiled graphs: the frames around one, threads, `torch.compiler.reset()`, and DDP's optimizer."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,83 +15,140 @@ from torch import nn
 
 import compile_callbacks
 from compile_callbacks import CompileWarning, InductorConfig, report_of
-from tests.support.models import FEATURES, Wrapper, mlp
+from tests.cases.case import Case, check
+from tests.support.models import FEATURES, Classifier, Wrapper, mlp
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 OURS = str(Path(compile_callbacks.__file__).parent)
+X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+
+
+def is_ours(frame):
+    return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
 def frames_around_the_compiled_code(call):
     """Return the longest chain of our functions between torch's code for a target and the compiled function."""
-    longest: list[str] = []
+    chains: list[list[str]] = [[]]
 
     def look(frame, event, _):
-        nonlocal longest
-        if event != "call" or frame.f_code.co_filename.startswith(OURS):
-            return
         chain = []
-        while (frame := frame.f_back) is not None and frame.f_code.co_filename.startswith(OURS):
-            chain.append(frame.f_code.co_qualname)
-        # Dynamo's code for the target has the name of our function, which is beneath the dispatcher.
-        is_graph = chain and chain[-1].startswith(("CompiledGraph", "CudaGraph"))
-        # The check for a failed first run has returned before the compiled function is called.
-        if is_graph and chain[0] != "end_failed_warmup" and len(chain) > len(longest):
-            longest = chain
+        if event == "call" and not is_ours(frame):
+            while is_ours(frame := frame.f_back):
+                chain.append(frame.f_code.co_qualname)
+        # Dynamo's code for the target has the name of our function, which is beneath the dispatcher. The check for a
+        # failed first run has returned before the compiled function is called.
+        if chain and chain[-1].startswith(("CompiledGraph", "CudaGraph")) and chain[0] != "end_failed_warmup":
+            chains.append(chain)
 
     sys.setprofile(look)
     try:
         call()
     finally:
         sys.setprofile(None)
-    return longest
+    return max(chains, key=len)
 
 
-@pytest.mark.parametrize("verify", ["off", "warn"])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("make", [mlp, lambda: nn.Linear(FEATURES, 3)], ids=["with batch norm", "linear"])
+@pytest.mark.parametrize(("with_batch_norm", "grad", "verify"), [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_later_call_adds_one_frame_and_another_one_for_cuda_graphs(compiled, make, grad, verify, device):
+def test_a_later_call_adds_one_frame_and_another_one_for_cuda_graphs(compiled, with_batch_norm, grad, verify, device):
     mode = "reduce-overhead" if device == "cuda" else "default"
-    module = compiled(make().to(device), train_mode=mode, infer_mode=mode, verify=verify)
-    x = torch.randn(4, FEATURES, device=device)
-    with torch.set_grad_enabled(grad):
+    module = (mlp() if with_batch_norm else nn.Linear(FEATURES, 3)).to(device)
+    compiled(module, train_mode=mode, infer_mode=mode, verify="warn" if verify else "off")
+    x = X.to(device)
+    with torch.set_grad_enabled(bool(grad)):
         for _ in range(3):
             module(x)
-        assert frames_around_the_compiled_code(lambda: module(x)) == (
-            ["CudaGraph.__call__", "CompiledGraph.__call__"] if device == "cuda" else ["CompiledGraph.__call__"]
-        )
+        frames = frames_around_the_compiled_code(lambda: module(x))
+    assert frames == ["CudaGraph.__call__"] * (device == "cuda") + ["CompiledGraph.__call__"]
 
 
-@pytest.fixture
-def process_group():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+class Calls(Wrapper):
+    """Calls a function in the middle of its forward, with a graph break around it."""
+
+    function = staticmethod(lambda: None)
+
+    def forward(self, x):
+        x = self.net(x)
+        self.call()
+        return x * 2
+
+    @torch._dynamo.disable
+    def call(self):
+        self.function()
+
+
+@torch.no_grad()
+def test_overlapping_calls_of_two_threads_leave_the_users_own_compiles_uncounted(compiled):
+    module = compiled(Calls(), train_mode=None, verify="off")
+    module(X)
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    sets_and_waits = {"first": (first_in, second_in), "second": (second_in, first_out)}
+
+    def call():
+        with torch.no_grad():
+            module(X)
+
+    def function():
+        sets, waits = sets_and_waits[threading.current_thread().name]
+        sets.set()
+        assert waits.wait(60)
+
+    module.function = function
+    first, second = (threading.Thread(target=call, name=name) for name in sets_and_waits)
+    first.start()
+    assert first_in.wait(60)
+    second.start()
+    first.join()
+    first_out.set()
+    second.join()
+    seconds = report_of(module).infer.compile_seconds
+    torch.compile(lambda x: torch.sin(x) * 2)(X)
+    assert report_of(module).infer.compile_seconds == seconds > 0
+
+
+class Resets(Classifier):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 5:
+            torch.compiler.reset()
+
+
+def test_a_compile_after_reset_is_counted_and_is_no_sample():
+    settings = {"infer_mode": None, "targets": ["net"], "verify": "off"}
+    expect = {"train.graphs": 2, "train.recompiles": 1}
+    callback = check(Case(name="reset", make=Resets, train=(4,) * 12, callback=settings, expect=expect))
+    found = callback.report.train.diagnostics
+    assert [event["reason"] for event in found.events if event["kind"] == "recompile"] == [
+        "torch.compiler.reset() discarded the compiled graphs"
+    ]
+    assert [series["steps"] for series in found.series if series["kind"] == "compiling"] == [[1, 7]]
+
+
+class Raises(Wrapper):
+    bad = False
+
+    def forward(self, x):
+        if self.bad:
+            raise KeyError("bad")
+        return self.net(x)
 
 
 @pytest.mark.parametrize("mode", ["default", InductorConfig(fullgraph=True)])
-def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(
-    compiled, process_group, mode, monkeypatch
-):
-    class Raising(Wrapper):
-        bad = False
-
-        def forward(self, x):
-            if self.bad:
-                raise KeyError("bad")
-            return self.net(x)
-
-    module, x = compiled(Raising(), train_mode=mode), torch.randn(4, FEATURES)
-    with torch._dynamo.config.patch(optimize_ddp="ddp_optimizer"):
-        parallel = nn.parallel.DistributedDataParallel(module)
-        for module.bad in (False, True, False):
-            with pytest.raises(KeyError) if module.bad else contextlib.nullcontext():
-                parallel(x).sum().backward()
-        assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
-        # Another module, because torch skips code that raised an exception of the user's.
-        parallel = nn.parallel.DistributedDataParallel(compiled(Raising(), train_mode=mode))
-        monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda self: 1 / 0)
-        with pytest.warns(CompileWarning, match="'forward' runs eagerly in the train phase.*ZeroDivisionError"):
-            parallel(torch.randn(5, FEATURES)).sum().backward()
+def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(compiled, mode, monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # of this process alone
+    try:
+        # Two modules, because torch skips code that raised an exception of the user's.
+        module, other = (compiled(Raises(), train_mode=mode) for _ in range(2))
+        with torch._dynamo.config.patch(optimize_ddp="ddp_optimizer"):
+            parallel = nn.parallel.DistributedDataParallel(module)
+            for module.bad in (False, True, False):
+                with pytest.raises(KeyError) if module.bad else contextlib.nullcontext():
+                    parallel(X).sum().backward()
+            assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
+            parallel = nn.parallel.DistributedDataParallel(other)
+            monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda self: 1 / 0)
+            with pytest.warns(CompileWarning, match="'forward' runs eagerly in the train phase.*ZeroDivisionError"):
+                parallel(torch.randn(5, FEATURES)).sum().backward()
+    finally:
+        dist.destroy_process_group()

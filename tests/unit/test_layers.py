@@ -18,49 +18,45 @@ from packaging.version import Version
 import compile_callbacks
 
 ROOT = Path(compile_callbacks.__file__).parent
-SOURCES = sorted(ROOT.rglob("*.py"))
 INTERNALS = {"_dynamo", "_inductor", "_functorch", "_ops", "_C"}
 MAY_IMPORT_LIGHTNING = {"callbacks", "testing.py", "report/loggers.py"}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, also inside functions and for types only."""
+    """Modules that a file imports, also inside functions and for types only, and ``torch._inductor`` as attributes."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+            found |= {f"torch.{node.attr}"} if node.attr in INTERNALS else set()
     return found
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
-
-
-def internal_attributes(path: Path) -> set[str]:
-    """Names of torch's internals that a file reads as attributes, ``torch._inductor...``."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "torch"} & INTERNALS
+IMPORTS = {path: imports(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def test_only_one_folder_imports_the_internals_of_torch():
-    for path in SOURCES:
-        touched = {name for name in imports(path) if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
-        touched |= internal_attributes(path)
+    for path, found in IMPORTS.items():
+        touched = {name for name in found if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
         assert not touched or path.parent.name == "_torch", f"{path.name} touches {touched}"
 
 
 def test_only_callbacks_testing_and_loggers_import_lightning():
-    for path in SOURCES:
-        used = {name for name in imports(path) if name.split(".")[0] == "lightning"}
-        place = path.relative_to(ROOT)
+    for path, found in IMPORTS.items():
+        place, used = path.relative_to(ROOT), {name for name in found if name.split(".")[0] == "lightning"}
         assert not used or {str(place), place.parts[0]} & MAY_IMPORT_LIGHTNING, f"{place} imports {used}"
 
 
 def test_no_import_points_up():
     """Neither between the rows of the guide's table, nor in a circle of files."""
-    files = {name_of(path): imports(path) for path in SOURCES if path.name != "__init__.py" or path.parent != ROOT}
+    files = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): found
+        for path, found in IMPORTS.items()
+        if path != ROOT / "__init__.py"
+    }
     graph = {name: (found & set(files)) - {name} for name, found in files.items()}
     # ``from compile_callbacks._torch import autograd`` needs the file, and not what else the folder imports.
     for name, found in graph.items():
@@ -71,12 +67,8 @@ def test_no_import_points_up():
     height = {layer: -number for number, row in enumerate(rows) for layer in row}
     layer_of = {name: name.split(".")[1] for name in graph}
     assert set(height) == set(layer_of.values()) - {"__main__"}
-    up = [
-        (name, imported)
-        for name, found in graph.items()
-        for imported in found
-        if height.get(layer_of[name], 1) < height[layer_of[imported]]
-    ]
+    edges = [(name, imported) for name, found in graph.items() for imported in found]
+    up = [(name, imported) for name, imported in edges if height.get(layer_of[name], 1) < height[layer_of[imported]]]
     assert up == []
 
 
@@ -85,44 +77,34 @@ def test_workarounds_are_deleted_when_the_oldest_torch_does_not_need_them():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
     oldest = min(Version(specifier.version) for specifier in torch.specifier)
-    workarounds = [
-        (path.name, condition)
-        for path in (ROOT / "_torch").glob("*.py")
-        for condition in re.findall(r"Workaround \(([^)]+)\)?", path.read_text())
-        if path.name != "__init__.py"
-    ]
+    texts = [path.read_text() for path in (ROOT / "_torch").glob("*.py") if path.name != "__init__.py"]
+    workarounds = [condition for text in texts for condition in re.findall(r"Workaround \(([^)]+)\)?", text)]
     assert len(workarounds) > 10
-    assert [w for w in workarounds if not re.match(r"torch<\d+\.\d+$|until ", w[1])] == []
-    fixed = [w for w in workarounds if w[1].startswith("torch<") and Version(w[1].removeprefix("torch<")) <= oldest]
+    assert [w for w in workarounds if not re.match(r"torch<\d+\.\d+$|until ", w)] == []
+    fixed = [w for w in workarounds if w.startswith("torch<") and Version(w.removeprefix("torch<")) <= oldest]
     assert fixed == [], "delete these workarounds"
 
 
-NAMES = """
-AOTInductorExport CompileError CompileReport CompileWarning ExportError GraphPass InductorBackend InductorCompile
-InductorConfig PhaseReport Tune compile_phases export graph_pass load_exported report_of restore templates
-"""
+NAMES = [
+    *("AOTInductorExport", "CompileError", "CompileReport", "CompileWarning", "ExportError", "GraphPass"),
+    *("InductorBackend", "InductorCompile", "InductorConfig", "PhaseReport", "Tune", "compile_phases", "export"),
+    *("graph_pass", "load_exported", "report_of", "restore", "templates"),
+]
 
 PROGRAM = """
-import sys
-
-import compile_callbacks
-
+import sys, compile_callbacks
 print(*sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - {"__main__"}))
 """
 
 
 def test_import_of_the_package_imports_nothing_else():
-    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
-    run = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == ["compile_callbacks"]
+    environment, command = os.environ | {"PYTHONPATH": str(ROOT.parent)}, [sys.executable, "-S", "-c", PROGRAM]
+    assert subprocess.check_output(command, env=environment, text=True).split() == ["compile_callbacks"]
 
 
 def test_public_names_exist_and_no_submodule_has_one_of_them():
-    assert compile_callbacks.__all__ == NAMES.split()
-    for name in compile_callbacks.__all__:
-        assert getattr(compile_callbacks, name) is not None
+    assert compile_callbacks.__all__ == NAMES
+    assert [name for name in NAMES if getattr(compile_callbacks, name) is None] == []
     with pytest.raises(AttributeError, match="has no attribute 'find_nodes'"):
         _ = compile_callbacks.find_nodes
-    assert {path.stem for path in ROOT.iterdir()} & set(NAMES.split()) == set()
+    assert {path.stem for path in ROOT.iterdir()} & set(NAMES) == set()
