@@ -273,10 +273,6 @@ def test_config_and_weights_are_loaded_and_other_fields_ignored(saved, state):
     assert module.training
 
 
-def with_weights(change):
-    return lambda state: {**state, "state_dict": change(dict(state["state_dict"]))}
-
-
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -285,8 +281,8 @@ def with_weights(change):
         (lambda state: state | {"version": 2}, ValueError, "version 2, and this library reads version 1"),
         (lambda state: state.pop("config") and state, ValueError, "state has no 'config'"),
         (lambda state: state | {"config": {"mode": "fast"}}, ValueError, "mode='fast'"),
-        (with_weights(lambda old: old.popitem() and old), ValueError, r"fit module: 'net\..*' is missing in state"),
-        (with_weights(lambda old: old | {"calls": X}), ValueError, r"'calls' is a tensor of shape \(4, 8\)"),
+        (lambda state: state["state_dict"].popitem() and state, ValueError, r"'net\..*' is missing in state"),
+        (lambda state: state["state_dict"].update(calls=X) or state, ValueError, r"'calls' is .* shape \(4, 8\)"),
     ],
 )
 def test_data_that_do_not_fit_are_refused_by_name(state, change, error, text):

@@ -15,6 +15,7 @@ from compile_callbacks import InductorBackend
 pytestmark = pytest.mark.usefixtures("dropped_backends_go")
 
 FEATURES, HIDDEN = 8, 13  # no other test has tensors of this size
+WIDTH, MIB = 2048, 2**20
 
 
 class Model(nn.Module):
@@ -33,86 +34,55 @@ class Model(nn.Module):
         return self.last(x)
 
 
-def samples(*sizes):
-    return [torch.ones(size, FEATURES) for size in sizes]
+def compiled_objects():
+    """Yield the compiled code in memory, and what looks like a weight, also as a kernel packs it."""
+    gc.collect()
+    for o in gc.get_objects():
+        if issubclass(type(o), OutputCode):
+            yield "code", o
+        elif type(o) in (torch.Tensor, nn.Parameter) and o.numel() == HIDDEN * FEATURES:
+            yield "weight", o
 
 
-def weight_sized():
-    """The tensors in memory that look like a weight, also as a kernel packs it; torch's fake ones take none."""
-    return [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter) and o.numel() == HIDDEN * FEATURES]
-
-
-def compiled_code():
-    return [o for o in gc.get_objects() if issubclass(type(o), OutputCode)]
-
-
-class Watch:
-    """What compiling left in memory since this was made."""
-
-    def __init__(self):
-        gc.collect()
-        self._before = {id(o): weakref.ref(o) for o in (*compiled_code(), *weight_sized())}
-
-    def _new(self, found):
-        # An id may be given to another object once its first is gone.
-        return [weakref.ref(o) for o in found if (seen := self._before.get(id(o))) is None or seen() is not o]
-
-    def code(self):
-        return self._new(compiled_code())
-
-    def weights(self):
-        return self._new(weight_sized())
-
-
-def alive(references):
-    return sum(reference() is not None for reference in references)
-
-
-@pytest.mark.parametrize(("mode", "breaks"), [("default", True), ("freezing", False)])
-def test_deactivate_frees_compiled_code_and_weights(mode, breaks):
+@pytest.mark.parametrize(
+    ("mode", "breaks", "drops"), [("default", True, False), ("freezing", False, False), ("freezing", True, True)]
+)
+def test_deactivate_and_garbage_collection_free_compiled_code_and_weights(mode, breaks, drops):
     module = Model(breaks)
-    watch = Watch()
-    backend = InductorBackend(mode).build(module, samples(2, 3))
-    code, weights = watch.code(), watch.weights()
-    assert alive(code) >= 1 + breaks
-    assert alive(weights) >= (mode == "freezing")
-    backend.deactivate()
-    assert (alive(code), alive(weights)) == (0, 0)
-    assert backend.report.infer.graphs >= 1 + breaks
+    before = {id(o): o for _, o in compiled_objects()}  # no other object gets their ids
+    backend = InductorBackend(mode).build(module, [torch.ones(size, FEATURES) for size in (2, 3)])
+    found = [(kind, weakref.ref(o)) for kind, o in compiled_objects() if id(o) not in before]
+    kinds = [kind for kind, _ in found]
+    assert kinds.count("code") >= 1 + breaks
+    assert kinds.count("weight") >= (mode == "freezing")
+    if drops:
+        del backend
+        gc.collect()
+    else:
+        backend.deactivate()
+        assert backend.report.infer.graphs >= 1 + breaks
+    assert [kind for kind, reference in found if reference() is not None] == []
+    assert set(vars(module)) == set(vars(Model()))
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert (gone() is None) == drops  # an inactive backend keeps its module
 
 
 @pytest.mark.all_versions
 def test_freed_code_does_not_count_towards_the_recompile_limit(no_codegen):
-    module, (x,) = Model(breaks=True), samples(2)
+    module, x = Model(breaks=True), torch.ones(2, FEATURES)
     expected = module.eval()(x)
-    backend = InductorBackend().build(module, x)
-    for _ in range(9):  # torch's limit is 8
-        backend.deactivate()
-        backend.activate()
-        torch.testing.assert_close(backend.infer(x), expected)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        backend = InductorBackend().build(module, x)
+        for _ in range(3):
+            backend.deactivate()
+            backend.activate()
+            torch.testing.assert_close(backend.infer(x), expected)
     assert (backend.report.infer.fallbacks, backend.report.infer.recompiles) == (0, 0)
 
 
-def test_a_backend_that_is_garbage_collected_frees_everything():
-    watch = Watch()
-    module = Model(breaks=True)
-    backend = InductorBackend("freezing").build(module, samples(2))
-    code, gone = watch.code(), weakref.ref(module)
-    assert alive(code) >= 1
-    del backend
-    gc.collect()
-    assert alive(code) == 0
-    assert set(vars(module)) == set(vars(Model()))
-    del module
-    gc.collect()
-    assert gone() is None
-
-
 # ---------------------------------------------------------------------------------------------- on a GPU
-
-
-WIDTH = 2048
-MIB = 2**20
 
 
 def wide():
@@ -129,21 +99,26 @@ def in_use():
     return torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
 
 
+def assert_as_eager(outputs, module, *inputs):
+    weights = {name: value.cuda() for name, value in module.state_dict().items()}
+    assert all(output.is_cuda for output in outputs)
+    with torch.no_grad():
+        expected = [torch.func.functional_call(module.eval(), weights, x.cuda()) for x in inputs]
+    torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "freezing"])
 def test_deactivate_frees_gpu_memory(mode):
     module, x = wide(), torch.randn(1024, WIDTH)
-    expected = run_on_gpu(module, x).cpu()
     backend = InductorBackend(mode).build(module, x, device="cuda")
+    assert_as_eager([backend.infer(x)], module, x)
     backend.deactivate()
     before = in_use()  # after a first time: what cuBLAS works in is allocated for good, 32 MiB on a Hopper
     backend.activate()
     assert next(module.parameters()).device == backend.device == torch.device("cuda:0")
     for _ in range(3):  # with CUDA graphs the first call records
-        out = backend.infer(x)
-        assert out.is_cuda
-        torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-3)
-    del out
+        assert_as_eager([backend.infer(x)], wide(), x)
     active = in_use()
     backend.deactivate()
     after = in_use()
@@ -153,24 +128,16 @@ def test_deactivate_frees_gpu_memory(mode):
     assert after[1] - before[1] < 4  # the allocator reserves pieces of 2 MiB
 
 
-def run_on_gpu(module, x):
-    weights = {name: value.cuda() for name, value in module.state_dict().items()}
-    module.eval()
-    with torch.no_grad():
-        return torch.func.functional_call(module, weights, x.cuda())
-
-
 @pytest.mark.gpu
 def test_outputs_of_cuda_graphs_stay_valid_and_a_gpus_backend_is_loaded():
     module, x = wide(), torch.randn(64, WIDTH)
     backend = InductorBackend("reduce-overhead").build(module, x, device="cuda")
-    outs = [backend.infer(x * scale) for scale in range(1, 5)]
-    expected = [run_on_gpu(module, x * scale) for scale in range(1, 5)]
-    torch.testing.assert_close(outs, expected, rtol=1e-3, atol=1e-3)
+    inputs = [x * scale for scale in range(1, 5)]
+    assert_as_eager([backend.infer(each) for each in inputs], wide(), *inputs)
     state = backend.to_dict()
     assert not any(value.is_cuda for value in state["state_dict"].values())
     backend.deactivate()
     loaded = InductorBackend.from_dict(wide(), state, x)
     loaded.deploy("cuda")
     assert loaded.device == torch.device("cuda:0")
-    torch.testing.assert_close(loaded.infer(x), expected[0], rtol=1e-3, atol=1e-3)
+    assert_as_eager([loaded.infer(x)], wide(), x)

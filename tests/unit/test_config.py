@@ -6,6 +6,7 @@ Also the refused settings of `compile_phases` and `InductorBackend`.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 
@@ -13,15 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import (
-    GraphPass,
-    InductorBackend,
-    InductorCompile,
-    InductorConfig,
-    Tune,
-    compile_phases,
-    graph_pass,
-)
+from compile_callbacks import GraphPass, InductorBackend, InductorCompile, InductorConfig, compile_phases, graph_pass
 
 pytestmark = pytest.mark.all_versions
 
@@ -76,30 +69,36 @@ def test_wrong_settings_are_refused_by_name(settings, error, texts):
 
 TWICE = InductorConfig(options={"post-grad-custom-post-pass": changes_nothing})
 SAME_HOOK = r"options\['post_grad_custom_post_pass'\] and passes=.* use the same hook"
+CANDIDATES = {"candidates": ["default"]}
+of_function, of_module = (functools.partial(compile_phases, callee) for callee in (torch.relu, nn.ReLU()))
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "settings", "text"),
+    ("function", "arguments", "text"),
     [
-        (compile_phases, [3], {}, "module=3"),
-        (compile_phases, [torch.relu], {"targets": ["net"]}, "targets="),
-        (compile_phases, [torch.relu], {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
-        (compile_phases, [torch.relu], {"infer_mode": Tune(["default"])}, r"infer_mode='tune\(default\)'"),
-        (compile_phases, [nn.ReLU()], {"targets": ["no.such"]}, "targets='no.such'"),
-        (InductorBackend, ["defualt"], {}, "did you mean 'default'"),
-        (InductorBackend, [None], {}, "mode=None compiles nothing"),
-        (InductorBackend, [{"optoins": {}}], {}, "mode: field='optoins'"),
-        (InductorBackend, [], {"verify": "no"}, "verify='no'"),
-        (InductorBackend, [], {"name": "a\nb"}, "name="),
-        (InductorConfig, [], {"options": TWICE.options, "passes": [Scale()]}, SAME_HOOK),
-        (InductorCompile, [TWICE], {"passes": [Scale()]}, SAME_HOOK),
-        (InductorCompile, [None, Tune([TWICE, "default"])], {"passes": [Scale()]}, SAME_HOOK),
-        (compile_phases, [nn.ReLU()], {"infer_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
+        (of_function, {"targets": ["net"]}, "targets="),
+        (of_function, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
+        (of_function, {"infer_mode": CANDIDATES}, r"infer_mode='tune\(default\)'"),
+        (of_module, {"targets": ["no.such"]}, "targets='no.such'"),
+        (InductorBackend, {"mode": "defualt"}, "did you mean 'default'"),
+        (InductorBackend, {"mode": None}, "mode=None compiles nothing"),
+        (InductorBackend, {"mode": {"optoins": {}}}, "mode: field='optoins'"),
+        (InductorBackend, {"verify": "no"}, "verify='no'"),
+        (InductorBackend, {"name": "a\nb"}, "name="),
+        (InductorConfig, {"options": TWICE.options, "passes": [Scale()]}, SAME_HOOK),
+        (InductorCompile, {"train_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
+        (InductorCompile, {"infer_mode": {"candidates": [TWICE, "default"]}, "passes": [Scale()]}, SAME_HOOK),
+        (of_module, {"infer_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(function, arguments, settings, text):
-    with pytest.raises(TypeError if text == "module=3" else ValueError, match=text):
-        function(*arguments, **settings)
+def test_wrong_arguments_are_refused_by_name(function, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        function(**arguments)
+
+
+def test_compile_phases_refuses_what_is_no_module():
+    with pytest.raises(TypeError, match="module=3"):
+        compile_phases(3)
 
 
 def test_every_mode_of_the_installed_torch_is_accepted():
@@ -157,13 +156,15 @@ REFUSED = dict.fromkeys(PATHS.split(), "ATEN,/tmp/planted") | {
     "aot_inductor.metadata": {"a": "b"},
 }
 ACCEPTED = {
-    **dict.fromkeys(("max_autotune", "triton.multi_kernel"), True),
-    **dict.fromkeys(("max-autotune-gemm-backends", "max_autotune_conv_backends"), "ATEN,CPP"),
-    "max_autotune_gemm_search_space": "EXHAUSTIVE",
-    "cpp.descriptive_names": "torch",
-    "cpp.min_chunk_size": 512,
+    "max_autotune": True,
     "trace.debug_dir": None,
     "epilogue_fusion": False,
+    "max-autotune-gemm-backends": "ATEN,CPP",
+    "max_autotune_conv_backends": "ATEN",
+    "max_autotune_gemm_search_space": "EXHAUSTIVE",
+    "cpp.descriptive_names": "torch",
+    "triton.multi_kernel": 1,
+    "cpp.min_chunk_size": 512,
 }
 STATE = {"format": "compile_callbacks.InductorBackend", "version": 1, "state_dict": {}}
 

@@ -38,16 +38,12 @@ def imports(path: Path) -> set[str]:
 IMPORTS = {path: imports(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
-def test_only_one_folder_imports_the_internals_of_torch():
+def test_one_folder_imports_torchs_internals_and_callbacks_testing_and_loggers_import_lightning():
     for path, found in IMPORTS.items():
+        place, lightning = path.relative_to(ROOT), {name for name in found if name.split(".")[0] == "lightning"}
         touched = {name for name in found if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
-        assert not touched or path.parent.name == "_torch", f"{path.name} touches {touched}"
-
-
-def test_only_callbacks_testing_and_loggers_import_lightning():
-    for path, found in IMPORTS.items():
-        place, used = path.relative_to(ROOT), {name for name in found if name.split(".")[0] == "lightning"}
-        assert not used or {str(place), place.parts[0]} & MAY_IMPORT_LIGHTNING, f"{place} imports {used}"
+        assert not touched or path.parent.name == "_torch", f"{place} touches {touched}"
+        assert not lightning or {str(place), place.parts[0]} & MAY_IMPORT_LIGHTNING, f"{place} imports {lightning}"
 
 
 def test_no_import_points_up():
