@@ -29,6 +29,20 @@ from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
 
 OLDEST = torch.__version__.startswith("2.11.")
 
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch._inductor.graph
+from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper
+from tests.support.uncached import Uncached
 
 # ------------------------------------------------------------------------------------------ values
 
@@ -935,4 +949,306 @@ PART_CHANGES = [
 # ------------------------------------------------------------------------------------------ backward passes
 
 
+class Calls(nn.Module):
+    """Calls a module with a function, ``run(net, x)``."""
+
+    def __init__(self, net, run=lambda net, x: net(x)):
+        super().__init__()
+        self.net, self.run = net, run
+
+    def forward(self, x):
+        return self.run(self.net, x)
+
+
+class CallsInTraining(Classifier):
+    """Calls its net with a function in training."""
+
+    def __init__(self, net, run):
+        super().__init__(net)
+        self.run = run
+
+    def logits(self, x):
+        return self.run(self.net, x)
+
+
+def layers(middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.Linear(16, CLASSES))
+
+
+def smooth() -> nn.Module:
+    return layers(nn.Sequential(nn.LayerNorm(16), nn.Tanh()))
+
+
+def breaking() -> nn.Module:
+    """A graph break, and a view of an intermediate. Only the second graph has a ReLU."""
+
+    def run(net, x):
+        hidden = torch.tanh(net[0](x))
+        torch._dynamo.graph_break()
+        return torch.relu(net[2](hidden.unflatten(1, (4, 4)).flatten(1)))
+
+    return Calls(layers(nn.Identity()), run)
+
+
+def critic(net, x, y):
+    """The loss of a critic: norms of gradients of inputs."""
+    (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+def equation(net, x, y):
+    """The loss of a differential equation: first and second derivatives."""
+    out = net(x)
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return cross_entropy(out, y) + (second + first).square().mean()
+
+
+def meta(net, x, y):
+    """The norm of the gradient of weights."""
+    loss = cross_entropy(net(x), y)
+    gradients = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+    return loss + 0.01 * sum(gradient.square().sum() for gradient in gradients)
+
+
+def kept(net, x, y):
+    """Three backward passes of one graph."""
+    out = net(x)
+    first = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    second = torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0]
+    return cross_entropy(out, y) * (1 + 0.1 * (first.norm() + second.norm()))
+
+
+def plain(net, x, y):
+    return cross_entropy(net(x), y)
+
+
+class Repeated(Classifier):
+    """Trains with a loss that needs several backward passes, with manual optimization from the third step on."""
+
+    def __init__(self, loss_of, net, manual=False):
+        super().__init__(net)
+        self.loss_of, self.automatic_optimization = loss_of, not manual
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch[0].clone().requires_grad_(), batch[1]
+        loss_of = self.loss_of if self.automatic_optimization or batch_idx > 1 else plain
+        loss = loss_of(self.net, x, y)
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+
+class BackwardTwice(Repeated):
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class Physics(Repeated):
+    """Its forward differentiates the output of its network, as a physics-informed network does."""
+
+    def __init__(self):
+        super().__init__(lambda net, x, y: self(x).square().mean(), smooth())
+
+    def forward(self, x):
+        return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+class ReadsAndWrites(nn.Module):
+    """Multiplies by a buffer or a weight, and changes it before or after."""
+
+    def __init__(self, before=lambda module: None, after=lambda module, z: None):
+        super().__init__()
+        self.before, self.after, self.layer = before, after, nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.ones(FEATURES))
+        for name, value in {"decay": torch.ones(FEATURES), "last": torch.zeros(6, 8), "calls": torch.ones(())}.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.no_grad():
+            self.before(self)
+        z = (y * self.decay.clone() * self.scale.clone() * self.calls).sin()
+        with torch.no_grad():
+            self.after(self, z)
+        return z.exp()
+
+
+def normed(normalize):
+    return nn.Sequential(normalize(nn.Linear(FEATURES, 16)), nn.ReLU(), normalize(nn.Linear(16, FEATURES)))
+
+
+def counting() -> nn.Module:
+    return ReadsAndWrites(lambda module: module.calls.add_(1))
+
+
+def readers_and_writers(run: Callable[..., Any] = lambda net, x: net(x)) -> nn.ModuleList:
+    """Modules that read an input of their graph, such as a buffer, and change it."""
+    modules = [
+        normed(nn.utils.parametrizations.spectral_norm),
+        normed(nn.utils.spectral_norm),  # by hooks
+        ReadsAndWrites(lambda module: module.decay[:3].mul_(0.9)),
+        ReadsAndWrites(after=lambda module, z: module.decay.mul_(0.9)),
+        ReadsAndWrites(after=lambda module, z: module.scale.mul_(0.9)),
+        ReadsAndWrites(after=lambda module, z: module.last.copy_(z)),
+    ]
+    return nn.ModuleList([Calls(module, run) for module in modules])
+
+
+class CopiesBuffer(nn.Module):
+    """Multiplies by a copy of a buffer, which is written before the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x, update=False):
+        y = self.layer(x)
+        return self.norm(y) if update else y * self.norm.running_var.clone()
+
+
+def updates_by_batch_norm(module, x):
+    """The second call writes the running statistics, without raising their versions, as eager batch norm."""
+    return module(x) + module(x, update=True)
+
+
+def updates_by_hand(module, x):
+    y = module(x)
+    with torch.no_grad():
+        module.norm.running_var.mul_(0.5)
+    return y
+
+
+def in_checkpoint(net, x):
+    return checkpoint(net, x, use_reentrant=False)
+
+
+def in_checkpoints(net, x):
+    """Call the net twice before the backward passes."""
+    return in_checkpoint(net, x) + in_checkpoint(net, x[:5]).mean()
+
+
+# ------------------------------------------------------------------------------------------ calls of the user's code
+
+
+def language_model(net, tokens):
+    """Give the embedding a view of a batch, and the loss one tensor under two names."""
+
+    def loss_of(input_ids, labels):
+        logits = net[1](net[0](input_ids))
+        return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    return loss_of(input_ids=tokens, labels=tokens)
+
+
+class CountsCalls(Wrapper):
+    """Counts its calls in Python, in a hook, and in a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.queue, self.seen = 0, [], []
+        self.net.register_forward_hook(lambda *_: self.seen.append(0))
+
+    def forward(self, x):
+        self.calls += 1
+        self.queue.append(len(x))
+        return self.net(x)
+
+
+class Positions(Wrapper):
+    """Computes with the value of a tensor, which a graph cannot: torch ends the graph there."""
+
+    def forward(self, x, length):
+        return self.net(x) + torch.arange(0, length)
+
+
+def vmapped(net, x):
+    return vmap(net)(x)
+
+
+def per_sample_gradients(net, x):
+    def energy(weights, sample):
+        return functional_call(net, weights, (sample,)).square().sum()
+
+    of_samples = vmap(grad(energy), in_dims=(None, 0))(dict(net.named_parameters()), x)
+    return net(x) + sum(gradient.norm() for gradient in of_samples.values())
+
+
+def directional(net, x):
+    return sum(jvp(net, (x,), (x.cos(),)))
+
+
 # ------------------------------------------------------------------------------------------ faults and errors
+
+RAGGED = 2
+"""The size of the last batch of an epoch, which is the later shape."""
+
+
+class Place(NamedTuple):
+    """A phase, a half of the step, and the shape at which the compiler fails: ``"first"`` or ``"later"``."""
+
+    phase: str
+    half: str
+    shape: str
+
+
+class BackwardUntraceable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch._dynamo.graph_break()
+        return 2 * gradient
+
+
+def struck(place: Place, untraceable: bool) -> nn.Module:
+    """Layers with buffers, and between them code that Dynamo cannot trace at a place, if this is the fault."""
+
+    def run(net, x):
+        x = net[1](net[0](x))
+        if untraceable and net.training == (place.phase == "train") and (place.shape == "first" or len(x) == RAGGED):
+            if place.half == "backward":
+                return net[2](BackwardUntraceable.apply(x))
+            torch._dynamo.graph_break()
+        return net[2](x)
+
+    return Calls(layers(nn.BatchNorm1d(16)), run)
+
+
+class BrokenPass(Uncached):
+    """Raises in one phase and half of the step, in all graphs or in that of the later shape."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        inputs = graph.find_nodes(op="placeholder")
+        half = "backward" if any(node.name.startswith("tangents") for node in inputs) else "forward"
+        sizes = [size for node in inputs for size in getattr(node.meta["val"], "shape", ())]
+        later = any(not isinstance(size, int) or size == RAGGED for size in sizes)
+        if (self.phase, half) == self.place[:2] and (self.place.shape == "first" or later):
+            raise ZeroDivisionError("by design")
+
+
+@contextlib.contextmanager
+def out_of_memory_in_inductor(place: Place) -> Iterator[None]:
+    """Raise an error where Inductor has lowered a graph and begins to make code of it."""
+    lowering = torch._inductor.graph.GraphLowering
+    real, seen = lowering.compile_to_module, []
+
+    def compile_to_module(self: Any) -> Any:
+        half = "backward" if self.is_backward else "forward"
+        if (half, self.is_inference) == (place.half, place.phase == "infer"):
+            seen.append(self)
+            if place.shape == "first" or len(seen) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self)
+
+    with mock.patch.object(lowering, "compile_to_module", compile_to_module):
+        yield

@@ -1,0 +1,414 @@
+"""A failure of the compiler costs speed and nothing else. An error of the user's own code is raised unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.graph
+from torch import nn
+
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, report_of, restore
+from tests.cases.case import Case, check, run
+from tests.cases.zoo import RAGGED, BrokenPass, Calls, Place, out_of_memory_in_inductor, struck
+from tests.support.models import FEATURES, Classifier, Wrapper, batches_of, fit, mlp
+from tests.support.uncached import Uncached
+
+pytestmark = pytest.mark.usefixtures("no_codegen", "recompiles_at_once")
+
+
+# ------------------------------------------------------------------------------------------ the compiler fails
+
+CAUSES = {
+    "untraceable": "graph_break|autograd.Function",
+    "pass": "ZeroDivisionError: by design",
+    "memory": "OutOfMemoryError: CUDA",
+}
+
+
+def fault(name: str, phase: str, half: str, shape: str, **settings) -> Case:
+    """A case in which the compiler fails at one place; both phases see two shapes, in both epochs."""
+    place = Place(phase, half, shape)
+    graph_pass, inside = {
+        "untraceable": ([], contextlib.nullcontext),
+        "pass": ([BrokenPass(place)], contextlib.nullcontext),
+        # Inductor writes no code for a graph that comes out of torch's cache.
+        "memory": ([Uncached()], functools.partial(out_of_memory_in_inductor, place)),
+    }[name]
+    failures = 2 if shape == "first" else 1  # the compiler is tried once for each shape
+    count, graphs, code = "fallbacks", 2 - failures, "CC301"
+    says = f"^target 'net' runs eagerly in the {phase} phase"
+    if name == "pass":  # the graph is compiled without the pass
+        count, graphs, code = "diagnostics.skipped_passes", 2, "CC701"
+        says = f"^graph pass 'BrokenPass' at post_grad_post in the {phase} phase raised"
+    other = "infer" if phase == "train" else "train"
+    expect = {
+        f"{each}.{name}": ... for each in ("train", "infer") for name in ("recompiles", "diagnostics.eager_calls")
+    }
+    expect |= {f"{phase}.{count}": failures, f"{phase}.graphs": graphs, f"{other}.graphs": 2}
+    modes = {f"{phase}_mode": {"fullgraph": name == "untraceable"}, f"{other}_mode": "default"}
+    return Case(
+        name=f"{name}-{phase}-{half}-{shape}",
+        make=lambda: Classifier(struck(place, untraceable=name == "untraceable")),
+        train=(4, 4, 4, RAGGED),
+        validation=(4, RAGGED),
+        predict=None,
+        trainer={"max_epochs": 2},
+        callback={**modes, "targets": ["net"], "passes": graph_pass, **settings},
+        expect=expect,
+        codes=(code,),
+        says=f"{says}.*({CAUSES[name]})",
+        inside=inside,
+    )
+
+
+ROWS = """
+untraceable-train-forward-first untraceable-train-backward-later untraceable-infer-forward-first
+pass-train-forward-later pass-train-backward-first pass-infer-forward-later
+memory-train-forward-first memory-train-backward-later memory-infer-forward-first
+"""
+FAULTS = [fault(*row.split("-")) for row in ROWS.split()]
+ROWS = "untraceable-train-backward-first pass-infer-forward-first memory-train-forward-later"
+RAISED = [fault(*row.split("-"), on_error="raise") for row in ROWS.split()]
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=str)
+def test_a_failure_costs_speed_and_nothing_else(case):
+    """The report has each failure, with the cause that the warning names."""
+    report = check(case).report
+    name, phase, _, shape = case.name.split("-")
+    events = report.phase(phase).diagnostics.events
+    reasons = [event["reason"] for event in events if event["kind"] in ("fallback", "pass_skipped")]
+    assert len(reasons) == (2 if shape == "first" else 1)
+    assert all(re.search(CAUSES[name], reason) for reason in reasons)
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("case", RAISED, ids=str)
+def test_raise_names_target_and_phase_of_a_failure(case):
+    name, phase = case.name.split("-")[:2]
+    with case.inside(), pytest.raises(CompileError, match=f"target 'net' for the {phase} phase failed") as caught:
+        run(case, InductorCompile(**case.settings))
+    assert caught.value.__cause__ is not None
+    assert re.search(CAUSES[name], str(caught.value))
+    skipped = f"graph pass 'BrokenPass' at post_grad_post in the {phase} phase" in str(caught.value)
+    assert skipped == (name == "pass")
+
+
+WITHOUT_COMPILER = """
+import json, sys, warnings
+from tests.support.models import fit
+from compile_callbacks import InductorCompile
+
+callback = InductorCompile(targets=["net"], baseline_steps=0)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    losses = [fit(*callbacks, accelerator=sys.argv[1], max_epochs=2).losses for callbacks in ([callback], [])]
+said = [str(warning.message) for warning in caught if warning.category.__name__ == "CompileWarning"]
+print(json.dumps([losses, said, callback.report.to_dict()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
+    environment = os.environ | {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    for name, place in {"CC": "cc", "CXX": "g++", "TORCHINDUCTOR_CACHE_DIR": "i", "TRITON_CACHE_DIR": "t"}.items():
+        environment[name] = str(tmp_path / place)
+    command = [sys.executable, "-c", WITHOUT_COMPILER, accelerator]
+    printed = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True, timeout=240)
+    (losses, eager), said, report = json.loads(printed.splitlines()[-1])
+    assert losses == eager
+    assert len(said) == 2  # one a phase
+    assert all("compiler" in text and "explain CC301" in text for text in said)
+    assert [report[phase]["fallbacks"] for phase in ("train", "infer")] == [1, 1]
+    events = report["infer"]["diagnostics"]["events"]
+    (reason,) = [event["reason"] for event in events if event["kind"] == "fallback"]
+    assert "ompiler" in reason or environment["CC"] in reason  # Triton's reason names the file alone
+
+
+# ------------------------------------------------------------------------------------------ errors of the user's code
+
+
+class UserError(Exception):
+    """What only the user's code raises."""
+
+
+raised: list[UserError] = []
+
+
+def guard(x: torch.Tensor) -> torch.Tensor:
+    """Raise an error for a ragged batch, and keep it."""
+    if x.shape[0] == RAGGED:
+        raised.append(UserError())
+        raise raised[-1]
+    return x
+
+
+def operator(name, function, backward=lambda gradient: gradient):
+    """A custom operator that returns a copy of a function's result."""
+    called, schema = lambda x: function(x).clone(), "(Tensor x) -> Tensor"
+    made = torch.library.custom_op(f"compile_callbacks_tests::{name}", called, mutates_args=(), schema=schema)
+    made.register_fake(torch.empty_like)
+    made.register_autograd(lambda ctx, gradient: backward(gradient))
+    return made
+
+
+user_kernel = operator("user_kernel", guard)
+sound_kernel = operator("sound_kernel", lambda x: x, operator("user_kernel_backward", guard))
+
+
+class UserFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return guard(gradient)
+
+
+def doing(does) -> nn.Module:
+    return Calls(mlp(), lambda net, x: does(net(x)))
+
+
+def guilty(does) -> Classifier:
+    return Classifier(doing(does))
+
+
+class GuiltyStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        guard(batch[0])
+        return loss
+
+
+SINCE_2_13 = pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch < 2.13 fails while it traces that backward, which is a failure of the compiler",
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "on_error"),
+    [
+        pytest.param(lambda: guilty(guard), "eager", id="forward"),
+        pytest.param(lambda: guilty(user_kernel), "raise", id="kernel"),
+        pytest.param(lambda: guilty(sound_kernel), "eager", id="backward kernel"),
+        pytest.param(lambda: guilty(UserFunction.apply), "raise", id="backward of a function", marks=SINCE_2_13),
+        pytest.param(GuiltyStep, "eager", id="training step"),
+    ],
+)
+def test_an_error_of_the_users_comes_through_as_it_is(make, on_error):
+    module = make()
+    callback = InductorCompile(targets=["net"], baseline_steps=0, on_error=on_error)
+    with pytest.raises(UserError) as caught:
+        fit(callback, make=lambda: module, train=batches_of(4, 4, RAGGED), validation=None)
+    assert caught.value in raised
+    assert caught.traceback[-1].path.name == "test_faults.py"  # the file that raised it
+    assert caught.traceback[-1].name == "guard"
+    assert (callback.report.train.fallbacks, callback.report.infer.fallbacks) == (0, 0)
+    assert "_compiled_call_impl" not in vars(module.net)
+
+
+class WrongShape(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0][:, :3]).sum()
+
+
+@pytest.mark.parametrize("on_error", ["eager", "raise"])
+def test_an_error_that_dynamo_meets_first_is_the_users_all_the_same(on_error):
+    callback = InductorCompile(on_error=on_error, baseline_steps=0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fit(callback, make=WrongShape, train=2)
+    assert not isinstance(caught.value, CompileError)
+    assert callback.report.train.fallbacks == 0
+    assert "training_step" in [entry.name for entry in caught.traceback]
+
+
+# ------------------------------------------------------------------------------------------ out of memory
+
+SHORT: list[str] = []
+"""The operations that are out of memory: ``"run"`` and ``"compile"``."""
+RUNS: list[str] = []
+"""The operations so far."""
+
+
+def allocate(operation):
+    RUNS.append(operation)
+    if operation in SHORT or f"{operation} {RUNS.count(operation)}" in SHORT:
+        raise torch.OutOfMemoryError(f"tried to allocate 1 TiB to {operation}")
+
+
+def allocates_and_doubles(x):
+    allocate("run")
+    return x * 2
+
+
+allocates = operator("allocates", allocates_and_doubles, lambda gradient: gradient * 2)
+
+
+@pytest.fixture
+def compile_net():
+    """A function that compiles a net of which each call allocates, as Inductor does for it."""
+    compile_to_module = torch._inductor.graph.GraphLowering.compile_to_module
+    net = doing(allocates)
+
+    def allocating(lowering):
+        allocate("compile")
+        return compile_to_module(lowering)
+
+    def compile_net(**settings):
+        return compile_phases(net, {"passes": [Uncached()]}, {"passes": [Uncached()]}, **settings)
+
+    SHORT.clear()
+    RUNS.clear()
+    with mock.patch.object(torch._inductor.graph.GraphLowering, "compile_to_module", allocating):
+        yield compile_net
+    restore(net)
+
+
+def step(net, *short, error=None):
+    """Train a step in which these operations are out of memory."""
+    SHORT[:] = short
+    with pytest.raises(torch.OutOfMemoryError, match=error) if error else contextlib.nullcontext():
+        net(torch.ones(4, FEATURES)).sum().backward()
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("on_error", ["eager", "raise"])
+@pytest.mark.parametrize("short", [("run",), ("compile", "run")], ids=" ".join)
+def test_a_step_without_memory_raises_its_own_error_and_later_steps_run_compiled(compile_net, short, on_error):
+    net = compile_net(verify="off", on_error=on_error)
+    for operations in (short, short, (), short, ()):
+        step(net, *operations, error="1 TiB to run" if operations else None)
+    report = report_of(net).train
+    assert (report.graphs, report.fallbacks) == (1, 0)
+
+
+@pytest.mark.all_versions
+def test_a_graph_whose_compile_alone_lacks_memory_runs_eagerly(compile_net):
+    net = compile_net()
+    with pytest.warns(CompileWarning, match=r"the compiler failed: OutOfMemoryError: .* 1 TiB to compile"):
+        step(net, "compile")
+    step(net, "compile")
+    step(net, "run", error="1 TiB to run")
+    step(net)
+    report = report_of(net).train
+    assert (report.graphs, report.fallbacks) == (0, 1)
+
+
+@pytest.mark.all_versions
+def test_raise_names_the_target_if_the_compile_alone_lacks_memory(compile_net):
+    with pytest.raises(CompileError, match=r"failed: OutOfMemoryError: .* 1 TiB to compile"):
+        step(compile_net(on_error="raise"), "compile")
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("call", [1, 2], ids=["the eager run of the comparison", "the user's call"])
+def test_a_graph_is_not_compared_if_a_run_lacks_memory(compile_net, call):
+    net, x = compile_net(), torch.ones(4, FEATURES)
+    SHORT[:] = [f"run {call}"]
+    with torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError, match="1 TiB") if call == 2 else contextlib.nullcontext():
+            net(x)
+        net(x)
+    assert RUNS.count("run") == 3
+    report = report_of(net).infer
+    assert (report.verified, report.graphs, report.fallbacks) == ("not compared 1 (no memory)", 1, 0)
+
+
+MIB = 2**20
+NEEDED = {"train": 256 + 3 * 2 + 1 + 3 * 2 + 2 * 2, "infer": 256 + 2 * 2}
+"""MiB: the memory of the comparison, all values, the gradient, three outputs and two values; or, beside the memory of
+the comparison, the two values that exist at one time."""
+
+
+class Wide(nn.Module):
+    """Computes two values of 2 MiB from an input and a weight of 1 MiB each, and an output of 2 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512, 512))
+
+    def forward(self, x):
+        return torch.cat([x, self.weight]).cos().exp()
+
+
+def with_free_memory(free):
+    """On a CPU, the memory has no known limit."""
+    return mock.patch("compile_callbacks.graphs.verification.free_memory", return_value=free)
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_graph_is_compared_only_if_the_eager_run_fits_into_the_free_memory(missing):
+    module = compile_phases(Wide())
+    for phase, needed in NEEDED.items():
+        with with_free_memory(needed * MIB - missing), torch.set_grad_enabled(phase == "train"):
+            torch.testing.assert_close(module(torch.ones(512, 512)), Wide()(torch.ones(512, 512)))
+        expected = "not compared 1 (no memory)" if missing else "equal 1"
+        assert report_of(module).phase(phase).verified == expected
+    restore(module)
+
+
+@pytest.mark.all_versions
+def test_a_comparison_that_does_not_fit_runs_nothing_eagerly(compile_net):
+    net = compile_net()
+    with with_free_memory(0):
+        step(net)
+    assert RUNS.count("run") == 1
+    [event] = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "verify"]
+    assert event["reason"].endswith("MiB, and 0 MiB are free")
+
+
+# ------------------------------------------------------------------------------------------ compiled code fails
+
+
+def fails_at_second_call(x):
+    """The second call is the compiled one."""
+    RUNS.append("fails")
+    if RUNS.count("fails") == 2:
+        raise ValueError("no such kernel")
+    return x * 2
+
+
+fails_compiled = operator("fails_compiled", fails_at_second_call, lambda gradient: gradient * 2)
+
+
+class FailsCompiled(Wrapper):
+    def __init__(self):
+        super().__init__(nn.Linear(FEATURES, 16))
+        self.python_calls = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.python_calls += 1
+        self.calls += 1
+        return fails_compiled(self.net(x))
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(phase):
+    RUNS.clear()
+    module, x = compile_phases(FailsCompiled()), torch.randn(8, FEATURES)
+    reason = "because its compiled code raised an error that eager does not: ValueError: no such kernel"
+    with torch.set_grad_enabled(phase == "train"):
+        with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
+            output = module(x)
+        torch.testing.assert_close(output, module.net(x) * 2)
+        assert (module.calls, module.python_calls) == (1, 1)
+        module(x)
+    assert (module.calls, module.python_calls) == (2, 2)
+    assert report_of(module).phase(phase).fallbacks == 1
+    restore(module)
