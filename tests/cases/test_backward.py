@@ -1,0 +1,171 @@
+"""Backward passes that keep their graph, gradients that are differentiated, and graphs that change their inputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from compile_callbacks import compile_phases, report_of, restore
+from tests.cases import zoo
+from tests.cases.case import Case, check
+from tests.support.against_eager import FLOAT32
+from tests.support.models import FEATURES, mlp, seeded
+
+pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
+
+LEFT_EAGER = "^target 'net' runs eagerly in the train phase, because the eager steps differentiate its gradients"
+DOUBLE = {"train": (4,) * 6, "validation": None, "predict": None, "trainer": {"precision": "64-true"}}
+DOUBLE |= {"close": {"rtol": 1e-8, "atol": 1e-8}}
+TRAIN = {"infer_mode": None, "targets": ["net"], "verify": "raise"}
+
+
+def keeps(name, make, **settings):
+    """A case in which the graph is kept, so that each backward pass must give the same gradients, without a warning."""
+    callback, expect = TRAIN | settings.pop("callback", {}), settings.pop("expect", {})
+    return Case(name=name, make=make, callback=callback, expect=expect, **DOUBLE | settings)
+
+
+def manual(make):
+    return lambda: zoo.Repeated(zoo.kept, make(), manual=True)
+
+
+def blocks():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 3))
+
+
+BROKEN = {"train.graphs": 2, "train.graph_breaks": 1}
+NETS = {"smooth": (zoo.smooth, {}), "graph break": (zoo.breaking, BROKEN), "mlp": (mlp, {})}
+ON_GPU = {"trainer": {"accelerator": "cuda"}, "close": {"rtol": 5e-3, "atol": 5e-3}, "train": (4,) * 12}
+KEPT = [
+    *(keeps(name, manual(make), expect=expect) for name, (make, expect) in NETS.items()),
+    keeps("blocks", manual(blocks), callback={"targets": ["net.*"]}, expect={"train.graphs": 2}),
+    # The eager steps show that the graph is kept.
+    keeps("baseline", lambda: zoo.Repeated(zoo.kept, zoo.smooth()), callback={"baseline_steps": 2}),
+    keeps("twice", lambda: zoo.BackwardTwice(zoo.plain, zoo.smooth())),
+    keeps(
+        "physics-informed",
+        zoo.Physics,
+        callback={"targets": None, "baseline_steps": 2},
+        train=(4,) * 12,
+        expect={"train.graphs": 0, "train.fallbacks": ..., "train.diagnostics.eager_calls": ...},
+        codes=("CC303",) * 2,
+    ),
+    *(
+        pytest.param(
+            keeps(f"gpu {name} {mode}", manual(make), callback={"train_mode": mode}, expect=expect, **ON_GPU),
+            marks=pytest.mark.gpu,
+        )
+        for name, (make, expect) in NETS.items()
+        for mode in ("default", "reduce-overhead")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_gradients_of_repeated_backward_passes(case):
+    check(case)
+
+
+@pytest.mark.parametrize("loss_of", [zoo.critic, zoo.equation, zoo.meta])
+def test_target_whose_gradients_are_differentiated_stays_eager_also_in_a_later_run(loss_of, tmp_path):
+    make = lambda: zoo.Repeated(loss_of, nn.Sequential(zoo.smooth(), nn.Dropout(0.5)))  # noqa: E731
+    expect = {"train.graphs": 0, "train.fallbacks": 1, "train.verdict": "not compiled"}
+    expect["train.diagnostics.eager_calls"] = ...
+    case = keeps("differentiated", make, train=(4,) * 12, expect=expect, codes=("CC303",), says=LEFT_EAGER)
+    for baseline_steps in (2, 0):
+        settings = {**case.callback, "baseline_steps": baseline_steps, "cache_dir": tmp_path}
+        callback = check(dataclasses.replace(case, callback=settings))
+        assert "explain CC303" in str(callback.report)
+
+
+def test_hand_written_loop_may_keep_the_graph(tmp_path):
+    x = torch.randn(4, FEATURES, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(seeded(zoo.smooth).double()(x).square().sum(), x) * 3
+    for hits in (0, 1):  # the second time, the code is from torch's cache
+        torch._dynamo.reset()
+        net = seeded(zoo.smooth).double()
+        compile_phases(net, verify="off", cache_dir=tmp_path)
+        values = torch.autograd.grad(net(x).square().sum(), x)
+        out = net(x)
+        values += torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+        values += torch.autograd.grad(out.square().sum(), x)
+        torch.testing.assert_close(values, expected, rtol=1e-8, atol=1e-8)
+        assert report_of(net).train.cache_hits == hits
+        restore(net)
+
+
+def test_backward_pass_frees_the_inputs_of_its_call():
+    net, x = compile_phases(zoo.smooth(), verify="off"), torch.randn(4, FEATURES, requires_grad=True)
+    doubled = x * 2
+    out, reference = net(doubled), weakref.ref(doubled)
+    del doubled
+    out.sum().backward()
+    assert reference() is None
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), x, retain_graph=True)
+    restore(net)
+
+
+# ------------------------------------------------------------------------------------------ inputs that a graph changes
+
+
+def steps_of(modules, calls=(1, 2, 1), before=lambda: None):
+    """The gradients and the buffers after each of the steps, which call each module so many times."""
+    found, generator = [], torch.Generator().manual_seed(2)
+    device = next(modules.parameters()).device
+    for count in calls:
+        modules.zero_grad()
+        before()
+        inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(count)]
+        sum(module(x).square().mean() for x in inputs for module in modules).backward()
+        tensors = [*(parameter.grad for parameter in modules.parameters()), *modules.buffers()]
+        found.append([tensor.detach().clone() for tensor in tensors if tensor is not None])
+    return found
+
+
+def assert_steps_equal_eager(eager, calls=(1, 2, 1), before=lambda: None, **settings):
+    """Compare steps of modules whose targets are compiled with those of their copies, and return the report."""
+    ours = copy.deepcopy(eager)
+    torch._dynamo.reset()
+    compile_phases(ours, targets=["*.net"], **settings)
+    torch.testing.assert_close(steps_of(ours, calls, before), steps_of(eager, calls), **FLOAT32)
+    report = report_of(ours).train
+    restore(ours)
+    assert (report.graphs >= len(eager), report.fallbacks) == (True, 0)
+    return report
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_are_right_if_a_graph_reads_and_changes_an_input(device, tmp_path):
+    for number, module in enumerate(zoo.readers_and_writers().to(device)):
+        for verify, calls in (("off", 2), ("raise", 1), ("raise", 2)):  # later, the code is from torch's cache
+            settings = {"verify": verify, "cache_dir": tmp_path / str(number)}
+            report = assert_steps_equal_eager(copy.deepcopy(nn.ModuleList([module])), (calls,) * 3, **settings)
+            assert (report.cache_hits > 0) == (verify == "raise")
+
+
+def test_gradients_are_right_within_an_activation_checkpoint():
+    assert_steps_equal_eager(zoo.readers_and_writers(zoo.in_checkpoint), (2, 2), verify="raise")
+
+
+def test_gradients_are_right_in_the_mode_lite():
+    """It runs torch's operators. The backward pass computes the new value again from a copy of the former value."""
+    modules = nn.ModuleList([zoo.Calls(zoo.counting())])
+    assert_steps_equal_eager(modules, (1, 1, 1), train_mode="lite", verify="off")
+
+
+def test_gradients_are_right_if_a_copied_buffer_is_written_after_the_call():
+    runs = zoo.updates_by_batch_norm, zoo.updates_by_hand
+    assert_steps_equal_eager(nn.ModuleList([zoo.Calls(zoo.CopiesBuffer(), run) for run in runs]), verify="raise")
+
+
+@pytest.mark.gpu
+def test_gradients_are_right_with_cuda_graphs_if_a_graph_reads_and_changes_an_input():
+    begin, settings = torch.compiler.cudagraph_mark_step_begin, {"train_mode": "reduce-overhead", "verify": "raise"}
+    for module in zoo.readers_and_writers().cuda():
+        assert_steps_equal_eager(nn.ModuleList([module]), (1, 1, 1), begin, **settings)
