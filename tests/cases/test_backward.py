@@ -1,8 +1,7 @@
-"""Backward passes that keep their graph, gradients that are differentiated, and graphs that change their inputs."""
+"""Backward passes that keep their graph and gradients that are differentiated."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import weakref
 
@@ -13,7 +12,6 @@ from torch import nn
 from compile_callbacks import compile_phases, report_of, restore
 from tests.cases import zoo
 from tests.cases.case import Case, check
-from tests.support.against_eager import FLOAT32
 from tests.support.models import FEATURES, mlp, seeded
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -109,63 +107,3 @@ def test_backward_pass_frees_the_inputs_of_its_call():
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(out.sum(), x, retain_graph=True)
     restore(net)
-
-
-# ------------------------------------------------------------------------------------------ inputs that a graph changes
-
-
-def steps_of(modules, calls=(1, 2, 1), before=lambda: None):
-    """The gradients and the buffers after each of the steps, which call each module so many times."""
-    found, generator = [], torch.Generator().manual_seed(2)
-    device = next(modules.parameters()).device
-    for count in calls:
-        modules.zero_grad()
-        before()
-        inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(count)]
-        sum(module(x).square().mean() for x in inputs for module in modules).backward()
-        tensors = [*(parameter.grad for parameter in modules.parameters()), *modules.buffers()]
-        found.append([tensor.detach().clone() for tensor in tensors if tensor is not None])
-    return found
-
-
-def assert_steps_equal_eager(eager, calls=(1, 2, 1), before=lambda: None, **settings):
-    """Compare steps of modules whose targets are compiled with those of their copies, and return the report."""
-    ours = copy.deepcopy(eager)
-    torch._dynamo.reset()
-    compile_phases(ours, targets=["*.net"], **settings)
-    torch.testing.assert_close(steps_of(ours, calls, before), steps_of(eager, calls), **FLOAT32)
-    report = report_of(ours).train
-    restore(ours)
-    assert (report.graphs >= len(eager), report.fallbacks) == (True, 0)
-    return report
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_gradients_are_right_if_a_graph_reads_and_changes_an_input(device, tmp_path):
-    for number, module in enumerate(zoo.readers_and_writers().to(device)):
-        for verify, calls in (("off", 2), ("raise", 1), ("raise", 2)):  # later, the code is from torch's cache
-            settings = {"verify": verify, "cache_dir": tmp_path / str(number)}
-            report = assert_steps_equal_eager(copy.deepcopy(nn.ModuleList([module])), (calls,) * 3, **settings)
-            assert (report.cache_hits > 0) == (verify == "raise")
-
-
-def test_gradients_are_right_within_an_activation_checkpoint():
-    assert_steps_equal_eager(zoo.readers_and_writers(zoo.in_checkpoint), (2, 2), verify="raise")
-
-
-def test_gradients_are_right_in_the_mode_lite():
-    """It runs torch's operators. The backward pass computes the new value again from a copy of the former value."""
-    modules = nn.ModuleList([zoo.Calls(zoo.counting())])
-    assert_steps_equal_eager(modules, (1, 1, 1), train_mode="lite", verify="off")
-
-
-def test_gradients_are_right_if_a_copied_buffer_is_written_after_the_call():
-    runs = zoo.updates_by_batch_norm, zoo.updates_by_hand
-    assert_steps_equal_eager(nn.ModuleList([zoo.Calls(zoo.CopiesBuffer(), run) for run in runs]), verify="raise")
-
-
-@pytest.mark.gpu
-def test_gradients_are_right_with_cuda_graphs_if_a_graph_reads_and_changes_an_input():
-    begin, settings = torch.compiler.cudagraph_mark_step_begin, {"train_mode": "reduce-overhead", "verify": "raise"}
-    for module in zoo.readers_and_writers().cuda():
-        assert_steps_equal_eager(nn.ModuleList([module]), (1, 1, 1), begin, **settings)

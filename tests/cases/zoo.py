@@ -30,7 +30,7 @@ from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
 OLDEST = torch.__version__.startswith("2.11.")
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -1056,71 +1056,6 @@ class Physics(Repeated):
 
     def forward(self, x):
         return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
-
-
-class ReadsAndWrites(nn.Module):
-    """Multiplies by a buffer or a weight, and changes it before or after."""
-
-    def __init__(self, before=lambda module: None, after=lambda module, z: None):
-        super().__init__()
-        self.before, self.after, self.layer = before, after, nn.Linear(FEATURES, FEATURES)
-        self.scale = nn.Parameter(torch.ones(FEATURES))
-        for name, value in {"decay": torch.ones(FEATURES), "last": torch.zeros(6, 8), "calls": torch.ones(())}.items():
-            self.register_buffer(name, value)
-
-    def forward(self, x):
-        y = self.layer(x)
-        with torch.no_grad():
-            self.before(self)
-        z = (y * self.decay.clone() * self.scale.clone() * self.calls).sin()
-        with torch.no_grad():
-            self.after(self, z)
-        return z.exp()
-
-
-def normed(normalize):
-    return nn.Sequential(normalize(nn.Linear(FEATURES, 16)), nn.ReLU(), normalize(nn.Linear(16, FEATURES)))
-
-
-def counting() -> nn.Module:
-    return ReadsAndWrites(lambda module: module.calls.add_(1))
-
-
-def readers_and_writers(run: Callable[..., Any] = lambda net, x: net(x)) -> nn.ModuleList:
-    """Modules that read an input of their graph, such as a buffer, and change it."""
-    modules = [
-        normed(nn.utils.parametrizations.spectral_norm),
-        normed(nn.utils.spectral_norm),  # by hooks
-        ReadsAndWrites(lambda module: module.decay[:3].mul_(0.9)),
-        ReadsAndWrites(after=lambda module, z: module.decay.mul_(0.9)),
-        ReadsAndWrites(after=lambda module, z: module.scale.mul_(0.9)),
-        ReadsAndWrites(after=lambda module, z: module.last.copy_(z)),
-    ]
-    return nn.ModuleList([Calls(module, run) for module in modules])
-
-
-class CopiesBuffer(nn.Module):
-    """Multiplies by a copy of a buffer, which is written before the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
-
-    def forward(self, x, update=False):
-        y = self.layer(x)
-        return self.norm(y) if update else y * self.norm.running_var.clone()
-
-
-def updates_by_batch_norm(module, x):
-    """The second call writes the running statistics, without raising their versions, as eager batch norm."""
-    return module(x) + module(x, update=True)
-
-
-def updates_by_hand(module, x):
-    y = module(x)
-    with torch.no_grad():
-        module.norm.running_var.mul_(0.5)
-    return y
 
 
 def in_checkpoint(net, x):
