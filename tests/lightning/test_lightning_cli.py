@@ -48,23 +48,22 @@ def _as_a_script(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["main.py"])
 
 
-def cli(folder: Path, *args: str, run: bool = True, **init_args: Any) -> LightningCLI:
-    """LightningCLI on a YAML file in which `InductorCompile` has these arguments."""
-    data = {
-        "trainer": {
-            **QUIET,
-            "default_root_dir": str(folder),
-            "callbacks": [{"class_path": "compile_callbacks.InductorCompile", "init_args": init_args}],
-        }
-    }
-    file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(data))
-    command = [*(["fit"] if run else []), "--config", str(file), *args]
-    return LightningCLI(Model, args=command, run=run, save_config_callback=None, seed_everything_default=0)
+def cli(folder: Path, *args: str, run: bool = False, **init_args: Any) -> InductorCompile:
+    """The callback of LightningCLI with a YAML file in which `InductorCompile` has these arguments."""
+    callbacks = [{"class_path": "compile_callbacks.InductorCompile", "init_args": init_args}]
+    data = {"trainer": {**QUIET, "default_root_dir": str(folder), "callbacks": callbacks}}
+    return built(folder, yaml.safe_dump(data), *args, run=run)
 
 
-def callback_of(made: LightningCLI) -> InductorCompile:
+def built(folder: Path, text: str, *args: str, run: bool = False) -> InductorCompile:
+    (folder / "config.yaml").write_text(text)
+    command = [*(["fit"] if run else []), "--config", str(folder / "config.yaml"), *args]
+    made = LightningCLI(Model, args=command, run=run, save_config_callback=None, seed_everything_default=0)
     return next(callback for callback in made.trainer.callbacks if isinstance(callback, InductorCompile))
+
+
+def of_class(name: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": name if "." in name else f"{__name__}.{name}", "init_args": init_args}
 
 
 class Fast(InductorConfig):
@@ -79,77 +78,60 @@ class Patient(Tune):
         super().__init__(["default", "aten"], steps=10 * blocks)
 
 
-FORMS: dict[str, tuple[Any, InductorConfig | Tune | None]] = {
-    "mode": ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
-    "mapping": ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
-    "class": (
-        {"class_path": CONFIG, "init_args": {"template": "aten", "fullgraph": False, "activation_memory_budget": 0.5}},
-        InductorConfig(template="aten", fullgraph=False, activation_memory_budget=0.5),
-    ),
-    "passes": (
-        {"class_path": CONFIG, "init_args": {"passes": [{"class_path": f"{__name__}.Idle", "init_args": {"n": 2}}]}},
-        InductorConfig(passes=(Idle(n=2),)),
-    ),
-    "auto": ("auto", Tune("auto")),
-    "tune": (
-        {
-            "class_path": TUNE,
-            "init_args": {
-                "candidates": ["default", {"class_path": CONFIG, "init_args": {"template": "aten"}}],
-                "steps": 7,
-            },
-        },
-        Tune(["default", InductorConfig(template="aten")], steps=7),
-    ),
-    "subclass": ({"class_path": f"{__name__}.Fast", "init_args": {"level": 2}}, Fast(2)),
-    "subclass of Tune": ({"class_path": f"{__name__}.Patient", "init_args": {"blocks": 3}}, Patient(3)),
-    "eager": ("eager", None),
-}
+PARTS = {"template": "aten", "fullgraph": False, "activation_memory_budget": 0.5}
+TUNED = of_class(TUNE, candidates=["default", of_class(CONFIG, template="aten")], steps=7)
+FORMS: list[tuple[Any, InductorConfig | Tune | None]] = [
+    ("max-autotune-no-cudagraphs", InductorConfig(mode="max-autotune-no-cudagraphs")),
+    ({"mode": "default", "dynamic": False}, InductorConfig(dynamic=False)),
+    (of_class(CONFIG, **PARTS), InductorConfig(**PARTS)),
+    (of_class(CONFIG, passes=[of_class("Idle", n=2)]), InductorConfig(passes=(Idle(n=2),))),
+    ("auto", Tune("auto")),
+    (TUNED, Tune(["default", InductorConfig(template="aten")], steps=7)),
+    (of_class("Fast", level=2), Fast(2)),
+    (of_class("Patient", blocks=3), Patient(3)),
+    ("eager", None),
+]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(form, tmp_path, capsys):
-    given, expected = FORMS[form]
-    made = callback_of(cli(tmp_path, run=False, train_mode=given, infer_mode="max-autotune"))
+@pytest.mark.parametrize(("given", "expected"), FORMS)
+def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(given, expected, tmp_path, capsys):
+    settings = {"train_mode": given, "infer_mode": "max-autotune"}
+    made = cli(tmp_path, **settings)
     assert made.arguments.configs == {"train": expected, "infer": InductorConfig(mode="max-autotune")}
     assert type(copy.deepcopy(made).arguments.configs["train"]) is type(expected)
 
     with pytest.raises(SystemExit):
-        cli(tmp_path, "--print_config", run=False, train_mode=given, infer_mode="max-autotune")
+        cli(tmp_path, "--print_config", **settings)
     printed = capsys.readouterr().out
-    (tmp_path / "printed.yaml").write_text(printed)
-    again = LightningCLI(Model, args=["--config", str(tmp_path / "printed.yaml")], run=False, save_config_callback=None)
-    assert callback_of(again).arguments.configs == made.arguments.configs
+    assert built(tmp_path, printed).arguments.configs == made.arguments.configs
     in_yaml = yaml.safe_load(printed)["trainer"]["callbacks"][0]["init_args"]
     assert in_yaml["infer_mode"] == "max-autotune"
-    if form in ("mode", "auto", "eager"):
+    if isinstance(given, str):
         assert in_yaml["train_mode"] == given  # as it was written
 
 
 def test_a_run_of_the_cli_tries_the_candidates_of_a_tune(tmp_path):
-    report = callback_of(cli(tmp_path, train_mode=FORMS["tune"][0], infer_mode="eager", baseline_steps=0)).report
+    report = cli(tmp_path, run=True, train_mode=TUNED, infer_mode="eager", baseline_steps=0).report
     assert report.train.graphs >= 1
-    assert report.train.fallbacks == 0
-    assert report.infer.graphs == 0
+    assert (report.train.fallbacks, report.infer.graphs) == (0, 0)
     assert {trial["candidate"] for trial in report.train.diagnostics.trials} == {"eager", "default", "aten"}
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"train_mode": "reduce-overheadd"}, "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
-    ({"infer_mode": {"templat": "aten"}}, "infer_mode: field='templat' is unknown; did you mean 'template'?"),
-    ({"train_mode": {"class_path": "torch.nn.Linear"}}, "{'class_path': 'torch.nn.Linear'} creates no InductorC"),
-    ({"train_mode": {"class_path": "nowhere.Config"}}, "train_mode={'class_path': 'nowhere.Config'} creates no Ind"),
-    ({"baseline_steps": -1}, "baseline_steps=-1 must be 0 or more"),
-    ({"passes": [{"class_path": "nowhere.Fast"}]}, "which is not a graph pass"),
-    ({"train_mode": {"candidates": ["default"], "steps": 2}}, "steps=2 must be 5 or more"),
-]
-
-
-@pytest.mark.parametrize(("init_args", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_cli_names_the_argument_and_the_value_that_is_wrong(init_args, message, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("train_mode", "reduce-overheadd", "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),
+        ("infer_mode", {"templat": "aten"}, "infer_mode: field='templat' is unknown; did you mean 'template'?"),
+        ("train_mode", {"class_path": "torch.nn.Linear"}, "{'class_path': 'torch.nn.Linear'} creates no InductorC"),
+        ("train_mode", {"class_path": "nowhere.Config"}, "train_mode={'class_path': 'nowhere.Config'} creates no Ind"),
+        ("baseline_steps", -1, "baseline_steps=-1 must be 0 or more"),
+        ("passes", [{"class_path": "nowhere.Fast"}], "which is not a graph pass"),
+        ("train_mode", {"candidates": ["default"], "steps": 2}, "steps=2 must be 5 or more"),
+    ],
+)
+def test_cli_names_the_argument_and_the_value_that_is_wrong(argument, value, message, tmp_path, capsys):
     with pytest.raises((SystemExit, ValueError, TypeError)) as raised:
-        cli(tmp_path, run=False, **init_args)
+        cli(tmp_path, **{argument: value})
     told = f"{raised.value}\n{capsys.readouterr().err}"
     assert message in told
-    (argument,) = init_args
     assert argument in told

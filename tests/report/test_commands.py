@@ -1,0 +1,262 @@
+"""``compile-callbacks``: the commands report, modes, explain and doctor, the help without torch, and the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import compile_callbacks
+from compile_callbacks import templates
+from compile_callbacks.cli.explain import EXPLANATIONS, read_entries
+from tests.report.conftest import FILE
+
+ROOT = Path(__file__).parents[2]
+
+
+# ------------------------------------------------------------------------------------------ report
+
+EVENT = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py", "line": 3, "reason": "print\nmore"}
+TRAIN = {"mode": "reduce-overhead", "compile_seconds": 2.5, "speedup": 2.0, "diagnostics": {"events": [EVENT] * 2}}
+RECORD = {"version": 1, "call": "fit", "report": {"train": TRAIN}}
+
+
+DIAGNOSTICS = {"trials": [{}]}, {"events": [{"reason": ["no text"]}]}
+DAMAGED = [None, {"version": 1}, {"version": 2, "report": RECORD["report"]}, {"version": 1, "report": []}]
+DAMAGED += [{"version": 1, "report": {"train": {"mode": "default", "diagnostics": found}}} for found in DIAGNOSTICS]
+
+
+def write(folder, content):
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder / FILE
+
+
+def test_report_prints_the_table_of_the_run(golden, command):
+    printed = command("report", golden.board)
+    assert str(golden.report) in printed.out
+    assert ", call fit, " in printed.out
+    assert "torch 2." in printed.out
+    assert printed.err == ""
+    saved = command("report", golden.board.parents[1] / "saved" / "report.json").out
+    assert saved.count(str(golden.report)) == 1
+    assert "None" not in saved.splitlines()[0]
+
+
+def test_report_prints_every_call_below_a_folder_with_its_reasons(tmp_path, command):
+    file = write(tmp_path / "a", [RECORD, RECORD | {"call": "test"}])
+    write(tmp_path / "b" / "c", [RECORD])
+    out = command("report", tmp_path).out
+    assert out.count("2.00x") == 3
+    assert out.index(str(tmp_path / "a")) < out.index("call test") < out.index(str(tmp_path / "b" / "c"))
+    assert "Graph breaks" in out
+    assert "m.py:3" in out
+    assert json.loads(command("report", "--json", file).out)[0] == {"file": str(file), **RECORD}
+
+
+def test_report_leaves_out_damaged_records_and_files(tmp_path, command):
+    file = write(tmp_path / "a", [*DAMAGED, RECORD])
+    damaged = [f"{file}, record {number} is damaged: " for number, _ in enumerate(DAMAGED, 1)]
+    for number, content in enumerate(["", "[" * 100_000, "{}"]):
+        damaged += [f"{write(tmp_path / f'b{number}', content)} is damaged: "]
+    write(tmp_path / "c", [RECORD])
+    for option in ([], ["--json"]):
+        printed = command("report", *option, tmp_path, status=2)
+        assert printed.out.count("reduce-overhead") == 2
+        assert all(begin in line for begin, line in zip(damaged, printed.err.splitlines(), strict=True)), printed.err
+
+
+def test_report_refuses_a_path_without_a_report(tmp_path, command):
+    nowhere = tmp_path / "nowhere"
+    assert command("report", nowhere, status=2).err == f"compile-callbacks report: {nowhere} does not exist\n"
+    assert f"{tmp_path} contains no {FILE}" in command("report", tmp_path, status=2).err
+
+
+# ------------------------------------------------------------------------------------------ modes and explain
+
+
+def test_modes_lists_every_mode_and_template(command):
+    listed = {mode["name"]: mode for mode in json.loads(command("modes", "--device", "cpu", "--json").out)["modes"]}
+    assert set(listed) == {*torch._inductor.list_mode_options(), "default", *templates.names()}
+    assert listed["default"]["lacks"] is None
+    assert "falls back" in listed["tma"]["lacks"]
+    assert listed["reduce-overhead"]["options"] == {"triton.cudagraphs": True}
+    assert listed["triton"]["mode"] == "max-autotune-no-cudagraphs"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        *[(("modes", "--device", name), f"--device={name!r}") for name in ("gpu", "cuda:99", "cpu:x")],
+        (("explain", "CC1044"), "codes near it: CC104"),
+        (("explain", "slow"), "lists all codes"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_line(arguments, hint, command):
+    [line] = command(*arguments, status=2).err.splitlines()
+    assert hint in line
+
+
+def test_explain_prints_the_entry_of_a_code(command):
+    printed = command("explain", "cc104").out
+    assert printed.startswith("CC104: A target cannot be compiled\n\nWhat happened. ")
+    assert printed.count("\n\n") == 3
+
+
+def test_every_code_of_the_package_has_an_entry_of_three_paragraphs_and_every_entry_a_code():
+    entries, package = read_entries(), Path(compile_callbacks.__file__).parent
+    used = {code for file in package.rglob("*.py") for code in re.findall(r'"(CC\d{3})"', file.read_text())}
+    assert used == set(entries)
+    for file in EXPLANATIONS.glob("*.md"):
+        of_file = [entry for entry in entries.values() if entry.code[2] == file.name[0]]
+        assert re.findall(r"^## (.*)", file.read_text(), re.MULTILINE) == [f"{e.code}: {e.title}" for e in of_file]
+        assert sorted(entry.code for entry in of_file) == [entry.code for entry in of_file]
+    for entry in entries.values():
+        paragraphs = [paragraph.partition(".**")[0] for paragraph in entry.text.split("\n\n")]
+        assert paragraphs == ["**What happened", "**Why", "**What to do"], entry.code
+
+
+# ------------------------------------------------------------------------------------------ the package
+
+
+PROGRAM = """
+import sys, time
+started = time.perf_counter()
+from compile_callbacks.cli import main
+for arguments in (["explain"], ["check", *sys.argv[1:]], ["--help"]):
+    try:
+        status = main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 0, arguments
+assert not {"torch", "lightning", "numpy"} & set(sys.modules)
+print(time.perf_counter() - started)
+"""
+
+
+def test_help_explain_and_check_answer_in_under_a_second_and_do_not_import_torch(golden, tmp_path, command):
+    arguments = [str(golden.board), "--against", str(tmp_path / "contract.json")]
+    command("check", *arguments, "--write")
+    run = [sys.executable, "-c", PROGRAM, *arguments]
+    printed = [subprocess.run(run, capture_output=True, text=True, check=True).stdout for _ in range(3)]
+    assert all("doctor" in text and "CC104" in text for text in printed)
+    assert min(float(text.split()[-1]) for text in printed) < 1
+
+
+def test_version_is_that_of_the_installed_distribution(capsys, command):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        command("--version")
+    assert capsys.readouterr().out == f"compile-callbacks {importlib.metadata.version('compile-callbacks')}\n"
+    assert compile_callbacks.__version__ == importlib.metadata.version("compile-callbacks")
+
+
+def test_dir_shows_the_public_names_only():
+    compile_callbacks.Tune  # noqa: B018  (imports modules of the package)
+    assert [name for name in dir(compile_callbacks) if not name.startswith("__")] == sorted(compile_callbacks.__all__)
+
+
+@pytest.mark.slow
+def test_every_benchmark_imports(tmp_path):
+    modules = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    assert "warm_start" in modules
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PYTHONWARNINGS": "ignore"}
+    run = [sys.executable, "-c", f"import {', '.join(modules)}"]
+    subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, timeout=280, check=True)
+
+
+# ------------------------------------------------------------------------------------------ doctor
+
+
+@pytest.fixture
+def doctor(command):
+    def doctor(status):
+        return {check["name"]: check for check in json.loads(command("doctor", "--json", status=status).out)["checks"]}
+
+    return doctor
+
+
+def test_doctor_finds_that_this_machine_compiles(doctor):
+    found = doctor(0)
+    assert found["torch"]["result"] == torch.__version__
+    assert "right sum" in found["compile on CPU"]["result"]
+    assert ("compile on GPU" in found) == torch.cuda.is_available()
+    assert all(bool(check["fix"]) == bool(check["impact"]) for check in found.values())
+
+
+@pytest.mark.slow
+def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
+    compiler = str(tmp_path / "g++")
+    environment = {**os.environ, "PATH": "", "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    run = [sys.executable, "-m", "compile_callbacks", "doctor", "--json"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    for figure, text in (
+        ("result", compiler),
+        ("impact", "run uncompiled"),
+        ("fix", "apt-get install g++"),
+        ("fix", "unset CXX"),
+    ):
+        assert text in found["C++ compiler"][figure]
+    names = ("C++ compiler", "compile on CPU", "torch")
+    assert [found[name]["status"] for name in names] == ["failed", "failed", "ok"]
+
+
+LACKS_LIBRARY = """#!/bin/sh
+case "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; *) exec {} "$@";; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("cause", "fix", "version", "status"),
+    [
+        ("fatal error: Python.h: No such file or directory", r"python3\.\d+-dev", "2.10.1", "failed"),
+        ("fatal error: 'omp.h' file not found", "libomp-dev", "2.11.0rc1", "failed"),
+        ("Failed to find C compiler. Please specify via CC", "install gcc", "2.11.0.dev20260101", "failed"),
+        ("x.so: failed to map segment from shared object", "TORCHINDUCTOR_CACHE_DIR", "2.11", "ok"),
+        ("something else", r"TORCH_LOGS='\+inductor'", "2.11.0+cpu", "ok"),
+        ("something else", r"TORCH_LOGS='\+inductor'", "2.15.0a0+git1234", "ok"),
+    ],
+)
+def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, tmp_path, doctor, cause, fix, version, status):
+    """The versions of torch include prereleases. The GCC finds only the archive of torch's C++ library, libstdc++."""
+
+    def fails(x):
+        raise RuntimeError(cause)
+
+    compiler = tmp_path / "g++"
+    compiler.write_text(LACKS_LIBRARY.format(shutil.which("g++")))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(torch, "compile", lambda function: fails)
+    monkeypatch.setattr(torch, "__version__", version)
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+        found = doctor(1)
+    failed = found["compile on CPU"]
+    assert (failed["status"], failed["result"]) == ("failed", f"RuntimeError: {cause}")
+    assert re.search(fix, failed["fix"])
+    assert found["torch"]["status"] == status
+    library = found["C++ compiler"]
+    assert library["status"] == "warning"
+    assert "there is no libstdc++.so for it" in library["result"]
+    assert "packages for a GPU crash" in library["impact"]
+    assert "export CXX=/usr/bin/g++" in library["fix"]
+
+
+def test_doctor_survives_a_check_that_raises(monkeypatch, command):
+    def raises():
+        raise OSError("no such driver")
+
+    monkeypatch.setattr("compile_callbacks.cli.doctor._CHECKS", {"GPU": raises})
+    printed = command("doctor").out
+    assert "the check failed: OSError: no such driver" in printed
+    assert printed.startswith("checking this machine and compiling an addition")
+    assert printed.endswith("nothing failed: add InductorCompile() to your Trainer's callbacks\n")

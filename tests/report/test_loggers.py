@@ -1,0 +1,157 @@
+"""What loggers get of a run: scalars, charts, text and a plot. A logger that raises costs the others nothing."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from compile_callbacks import CompileWarning, InductorCompile
+from tests.support.models import Classifier, RecordingLogger, fit, loader, trainer
+from tests.support.step_times import Times
+
+pytestmark = pytest.mark.usefixtures("no_codegen")
+
+
+class Broken(RecordingLogger):
+    def log_metrics(self, metrics, step):
+        if any(name.startswith("compile/") for name in metrics):
+            raise OSError("disk full")
+
+
+def test_a_logger_that_raises_is_warned_about_once_and_scalars_are_logged_within_an_epoch(monkeypatch):
+    """The steps wait for a GPU only to read the times at the end of an epoch and of the run."""
+    broken, logger, waits = Broken(), RecordingLogger(), []
+    Times(monkeypatch, train={"eager": 10, None: 5})
+    synchronize = "compile_callbacks.profiling.step_timer.StepTimer.synchronize"
+    monkeypatch.setattr(synchronize, lambda timer: waits.append(run.global_step))
+    callback = InductorCompile("default", None, baseline_steps=6, verify="off")
+    run = trainer(callback, logger=[broken, logger], log_every_n_steps=4, max_epochs=2)
+    with pytest.warns(CompileWarning, match="Broken did not accept the compile report: OSError: disk full") as caught:
+        run.fit(Classifier(), loader(18))
+    assert len([w for w in caught if "disk full" in str(w.message)]) == 1
+    logged = [(step, metrics) for metrics, step in logger.calls if "compile/train/seconds" in metrics]
+    assert [step for step, _ in logged] == [12, 16, 18, 22, 26, 30, 34, 36, 36]
+    assert waits == [18, 36, 36]
+    assert {*logged[1][1]} >= {"step/train/eager_ms", "step/train/compiled_ms", "step/train/net_seconds_saved"}
+
+
+def test_loggers_are_written_on_rank_zero_alone(golden):
+    ours = [[step for metrics, step in calls if "compile/train/seconds" in metrics] for calls in golden.logged]
+    assert ours[0]
+    assert ours[1] == []
+
+
+# ------------------------------------------------------------------------------------------ TensorBoard
+
+
+def read(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def layout(events):
+    """The layout that TensorBoard uses: a run's last."""
+    [*_, last] = events.Tensors("custom_scalars__config__")
+    found = Layout.FromString(last.tensor_proto.string_val[0])
+    return {c.title: {chart.title: tags_of(chart) for chart in c.chart} for c in found.category}
+
+
+def tags_of(chart):
+    """The tags of a multiline chart, or those of the line and of the two edges of a margin chart."""
+    if chart.HasField("multiline"):
+        return list(chart.multiline.tag)
+    [series] = chart.margin.series
+    return [series.value, series.lower, series.upper]
+
+
+@pytest.fixture(scope="module")
+def board(golden):
+    return read(golden.board)
+
+
+@pytest.mark.all_versions
+def test_the_same_scalars_reach_tensorboard_and_csv(golden, board):
+    names = [f"compile/PHASE/{name}" for name in ("seconds", "graphs", "graph_breaks", "recompiles", "cache_hits")]
+    names += [f"step/PHASE/{name}" for name in ("eager_ms", "compiled_ms", "speedup")]
+    scalars = {name.replace("PHASE", phase) for name in names for phase in ("train", "infer")}
+    with (golden.csv / "metrics.csv").open() as file:
+        columns = set(next(csv.reader(file)))
+    assert {*board.Tags()["scalars"]} & columns >= scalars
+    train = golden.report.train
+    assert board.Scalars("step/train/speedup")[-1].value == pytest.approx(train.speedup, rel=1e-5)
+    assert board.Scalars("compile/train/seconds")[-1].value == pytest.approx(train.compile_seconds)
+
+
+def test_one_page_has_the_charts_of_each_phase_whose_lines_need_no_legend_and_are_not_smoothed(board):
+    for phase in ("train", "infer"):
+        charts = layout(board)[f"torch.compile, {phase} phase"]
+        # The run is on the CPU, so it logs no peak memory. A machine with a GPU has a chart for it.
+        assert ("peak memory of a compiled step in MiB" in charts) == torch.cuda.is_available()
+        # TensorBoard shows margin charts in reverse order, each with the line of one scalar, without smoothing.
+        assert list(charts)[-1] == "step time in ms: compiled (line), eager (edge of the shade)"
+        assert list(charts.values())[-4:] == [
+            [f"compile/{phase}/recompiles"] * 3,
+            [f"compile/{phase}/seconds"] * 3,
+            [f"step/{phase}/net_seconds_saved"] * 3,
+            [f"step/{phase}/compiled_ms", f"step/{phase}/compiled_ms", f"step/{phase}/eager_ms"],
+        ]
+        assert {tag for tags in list(charts.values())[-4:] for tag in tags} <= {*board.Tags()["scalars"]}
+
+
+def test_text_holds_the_report(golden, board):
+    [text, *_] = board.Tensors("compile_report/text_summary")
+    shown, report = text.tensor_proto.string_val[0].decode(), golden.report
+    assert shown.startswith("## Compile report\n\n**train ")
+    assert f"| graphs | {report.train.graphs} | {report.infer.graphs} |" in shown
+    assert "| targets | net, side | forward |" in shown
+    assert f"| torch | {torch.__version__.partition('+')[0]}" in shown
+
+
+def test_a_run_leaves_its_plot_in_tensorboard(golden, board):
+    pytest.importorskip("matplotlib")
+    for image in board.Images("compile_report/steps"):
+        assert image.encoded_image_string.startswith(b"\x89PNG")
+    figure = golden.report.plot()
+    assert len(figure.axes) == 2
+    assert figure._repr_png_().startswith(b"\x89PNG")  # the picture that a notebook shows
+
+
+class Configured(Classifier):
+    """Has hyperparameters, and a layout for TensorBoard."""
+
+    def __init__(self, lr=0.1, shape=None):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_fit_start(self):
+        if self.hparams.shape is None:
+            self.logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["val_loss"]]}})
+
+
+@pytest.mark.parametrize(("shape", "prefix"), [(None, ""), ([1], "mine")])
+def test_the_users_layout_prefix_and_hyperparameters_are_respected_and_without_matplotlib_there_is_no_plot(
+    shape, prefix, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    logger = TensorBoardLogger(tmp_path, prefix=prefix)
+    callback = InductorCompile("default", None, baseline_steps=0, verify="off")
+    fit(callback, make=lambda: Configured(lr=0.2, shape=shape), train=2, logger=logger)
+    board = read(logger.log_dir)
+    assert board.Tags()["images"] == []
+    assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": 0.2, "shape": shape}
+    if prefix:
+        tags = layout(board)["torch.compile, train phase"]["seconds spent compiling"]
+        assert {*tags} == {"mine-compile/train/seconds"}
+        assert board.Scalars("mine-compile/train/seconds")[-1].value == pytest.approx(
+            callback.report.train.compile_seconds
+        )
+    else:
+        assert layout(board) == {"mine": {"loss": ["val_loss"]}}

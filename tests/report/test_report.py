@@ -1,0 +1,255 @@
+"""The report of a run as data, table, plot and file: ``compile_report.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import fsspec
+import pytest
+import torch
+
+from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
+from tests.report.conftest import FILE
+from tests.support.models import Classifier, LoggerIn, RecordingLogger, Wrapper, fit
+from tests.support.step_times import TimedSteps, Times
+
+pytestmark = [
+    pytest.mark.usefixtures("no_codegen"),
+    pytest.mark.filterwarnings("ignore:nothing is compiled in the train phase:compile_callbacks.CompileWarning"),
+]
+
+
+def report_of(**train):
+    return CompileReport.from_dict({"train": {"mode": "default", **train}})
+
+
+def through_json(report):
+    return CompileReport.from_dict(json.loads(json.dumps(report.to_dict())))
+
+
+# ------------------------------------------------------------------------------------------ data
+
+
+def test_never_and_nothing_survive_json():
+    report = report_of(break_even_steps="never")
+    assert report.train.break_even_steps == math.inf
+    assert report.to_dict()["train"]["break_even_steps"] == "never"
+    assert report.to_dict()["infer"]["speedup"] is None
+    assert through_json(report) == report
+    assert "never" in str(report)
+
+
+def test_from_dict_takes_data_with_missing_unknown_and_mistyped_fields():
+    whole = report_of(compile_seconds=2.5, graphs=1, targets=["net"])
+    data = json.loads(json.dumps(whole.to_dict()))
+    del data["infer"], data["train"]["diagnostics"]["events"]
+    data["train"] |= {"speedup": "fast", "graphs": None, "recompiles": True, "verdict": "good", "from_the_future": 1}
+    assert CompileReport.from_dict(data) == report_of(compile_seconds=2.5, targets=["net"])
+    assert CompileReport.from_dict({"train": [], "artifacts": "x"}) == CompileReport()
+
+
+@pytest.mark.parametrize(
+    ("diagnostics", "row"),
+    [
+        ({"saved_for_backward_mib": 0.04}, None),  # all figures of the row are shown as zero
+        ({"saved_for_backward_mib": 0.06}, "saved for backward MiB 0.1"),
+        ({"eager_samples": 10, "compiled_samples": 241}, "samples, eager / compiled 10 / 241"),
+    ],
+)
+def test_a_table_has_the_rows_that_have_figures(diagnostics, row):
+    rows = [" ".join(line.split()) for line in str(report_of(diagnostics=diagnostics)).splitlines()]
+    shown = [line for line in rows if line.startswith(("saved for", "samples"))]
+    assert shown == [row] * (row is not None)
+
+
+class Rescaled(Classifier):
+    """Torch recompiles in the 20th step, with the same workload, because of an attribute."""
+
+    def __init__(self):
+        super().__init__(Switched())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net.early = batch_idx < 19
+
+
+class Switched(Wrapper):
+    early = True
+
+    def forward(self, x):
+        return super().forward(x) if self.early else super().forward(-x)
+
+
+@pytest.mark.all_versions
+@pytest.mark.usefixtures("recompiles_at_once")
+def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_about(monkeypatch):
+    """The import of the compiler counts in the phase that compiles first."""
+    monkeypatch.setattr("compile_callbacks._torch.inductor.import_inductor", lambda: 1000.0)
+    eager, compiled = iter([90, 80, *[3] * 5]), iter([900, 70, 60, *[4] * 9, 500, 50, 40, *[4] * 9])
+    ms = {"eager": eager, None: compiled}
+    Times(monkeypatch, train=lambda variant, workload: next(ms[variant]), infer={"eager": 10, None: 9})
+    callback = InductorCompile(baseline_steps=5)
+    with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*train_mode='eager'"):
+        fit(callback, make=Rescaled, train=31, validation=18)
+    found = callback.report.to_dict()["train"]
+    samples = found["diagnostics"]["eager_samples"], found["diagnostics"]["compiled_samples"]
+    assert (samples, found["recompiles"]) == ((5, 18), 1)
+    assert (found["eager_step_ms"], found["compiled_step_ms"]) == (3, 4)
+    assert (found["diagnostics"]["compiled_spread_ms"], found["break_even_steps"]) == (0, "never")
+    assert found["net_seconds_saved"] < -999
+    assert -100 < callback.report.infer.net_seconds_saved < 100
+
+
+# ------------------------------------------------------------------------------------------ the plot
+
+EAGER, COMPILING = {"compiled": False}, {"compiling": True}
+RUN = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
+
+
+def report_of_steps(*parts, **figures):
+    """The report of steps, each part as ``(steps, milliseconds, arguments of `TimedSteps.run`)``."""
+    steps = TimedSteps()
+    for number, milliseconds, ran in parts:
+        steps.run([milliseconds] * number, **{"compiled": True, **ran})
+    return report_of(diagnostics={"series": steps.timer.series("train")}, **figures)
+
+
+def test_a_plot_shows_step_times_from_zero_and_the_verdict():
+    pytest.importorskip("matplotlib")
+    report = report_of_steps(*RUN, eager_step_ms=10.0, compiled_step_ms=4.0, verdict="not comparable")
+    figure = report.plot()
+    (times,), (title,) = figure.axes, (part.get_suptitle() for part in figure.subfigs)
+    legend = {entry.get_text() for entry in times.get_legend().get_texts()}
+    assert legend == {"eager: 10 ms", "compiled: 4 ms", "2 steps that compile"}
+    assert times.get_ylim()[0] == 0
+    assert 10 < times.get_ylim()[1] < 20  # the compiling step of 900 ms does not flatten the others
+    verdict = str(report).partition("\n")[0].removeprefix("train   ")
+    assert verdict.endswith("also set OMP_NUM_THREADS=1")
+    assert title.replace("\n", " ").endswith(verdict)
+
+
+def test_the_series_of_a_long_run_is_short_and_survives_json():
+    report = report_of_steps((5000, 4.7654321, EAGER), (1, 100.0, COMPILING), (5000, 4.1234567, {}))
+    assert through_json(report) == report
+    assert len(json.dumps(report.to_dict())) < 40_000
+
+
+# ------------------------------------------------------------------------------------------ the golden run
+
+
+@pytest.mark.all_versions
+def test_each_call_appends_a_record_and_only_a_fit_on_rank_zero_prints_the_report_and_names_the_file(golden):
+    first, second = golden.records
+    assert (first["version"], first["call"], first["global_step"], first["exception"]) == (1, "fit", 24, None)
+    assert second["call"] == "test"
+    assert first["environment"]["torch"]
+    assert CompileReport.from_dict(second["report"]) == golden.report
+    assert first["report"] == golden.after_fit
+    assert golden.lines == [f"report: tensorboard/version_0/{FILE}"]
+    assert golden.printed.count("compared with eager") == 1
+    assert "net seconds saved" in golden.printed
+
+
+def test_the_sanity_check_is_eager_and_not_measured(golden):
+    assert golden.sanity_graphs == 0
+    kinds = {part["kind"]: part["steps"] for part in golden.records[0]["report"]["infer"]["diagnostics"]["series"]}
+    assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
+    kinds = {part["kind"]: part["steps"] for part in golden.records[0]["report"]["train"]["diagnostics"]["series"]}
+    assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 25))
+    assert kinds["eager"] == [1, 2, 3, 4, 5, 6, 7]
+    assert 8 in kinds["compiling"]
+
+
+def test_what_was_not_measured_is_none():
+    callback = InductorCompile(baseline_steps=0, verify="off")
+    assert callback.report == CompileReport(train=PhaseReport(mode="default"), infer=PhaseReport(mode="default"))
+    fit(callback, train=6, validation=None)
+    train, infer = callback.report.train, callback.report.infer
+    assert (train.eager_step_ms, train.speedup, train.break_even_steps) == (None, None, None)
+    assert train.compiled_step_ms > 0
+    # The first step compiles, and two more are no samples.
+    assert (train.samples, train.diagnostics.eager_samples, train.diagnostics.compiled_samples) == (3, 0, 3)
+    assert (infer.compile_seconds, infer.samples) == (None, None)
+    assert not {name for name in callback.report.scalars() if "speedup" in name or "infer" in name}
+
+
+# ------------------------------------------------------------------------------------------ the file
+
+
+class Uncalled(Classifier):
+    """Has a report without a compile, because the steps do not call the target."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(1, 1)
+
+
+class Interrupted(Uncalled):
+    def on_train_epoch_end(self):
+        raise KeyboardInterrupt
+
+
+class SharedFolder(RecordingLogger):
+    """Has a folder for all runs, as a WandbLogger, whose default is the working folder."""
+
+    save_dir, name, version = ".", "digits", "k3x9"
+
+
+def run(logger, *, make=Uncalled, train_mode="default", **settings):
+    callback = InductorCompile(train_mode, None, targets=["head"], baseline_steps=0)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        return fit(callback, make=make, train=2, validation=None, logger=logger, **settings)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("logger", "make", "path"),
+    [
+        (lambda base: [RecordingLogger(), LoggerIn(base / "work")], Interrupted, FILE),  # the first has no folder
+        (LoggerIn, Interrupted, f"BASE/{FILE}"),
+        (lambda base: LoggerIn("memory://runs/digits"), Uncalled, f"memory://runs/digits/{FILE}"),
+        (lambda base: SharedFolder(), Uncalled, f"./digits/k3x9/{FILE}"),
+    ],
+    ids=["inside", "outside", "url", "shared"],
+)
+def test_a_line_names_the_file(logger, make, path, tmp_path, monkeypatch, logged):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    path = path.replace("BASE", str(tmp_path))
+    run(logger(tmp_path), make=make)
+    with fsspec.open(path) as file:
+        [record] = json.load(file)
+    assert (record["call"], record["exception"]) == ("fit", "KeyboardInterrupt" if make is Interrupted else None)
+    assert [line for line in logged() if FILE in line] == [f"report: {path}"]
+
+
+@pytest.mark.parametrize(
+    ("logger", "settings"),
+    [
+        (False, {}),
+        (RecordingLogger(), {}),
+        (LoggerIn("logs"), {"fast_dev_run": 2}),
+        (LoggerIn("logs"), {"train_mode": None}),
+    ],
+)
+def test_no_file_is_written_without_a_folder_of_a_logger(logger, settings, tmp_path, monkeypatch, logged):
+    monkeypatch.chdir(tmp_path)
+    run(logger, default_root_dir=tmp_path, **settings)
+    assert list(tmp_path.iterdir()) == []
+    assert [line for line in logged() if FILE in line] == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000])
+def test_a_damaged_file_is_replaced_with_a_warning(content, tmp_path):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.warns(CompileWarning, match="is damaged and will be replaced"):
+        run(LoggerIn(tmp_path))
+    assert len(json.loads((tmp_path / FILE).read_text())) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(CompileWarning, match="the compile report was not written to .*file/logs"):
+        module = run(LoggerIn(tmp_path / "file" / "logs"))
+    assert len(module.losses) == 2
