@@ -116,7 +116,7 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     series = {of_kind["kind"]: of_kind["steps"] for of_kind in found.series}
     assert [event["step"] for event in found.events if event["kind"] == "recompile"] == [401]
     assert series["compiling"] == [1, 401]
-    assert 100 < sum(step <= 400 for step in series["compiled"]) < 250
+    assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
     assert calls["stop"] < 600
     assert calls["mark"] == (800 if on_gpu else 0)
