@@ -37,14 +37,14 @@ def blocks():
 
 
 BROKEN = {"train.graphs": 2, "train.graph_breaks": 1}
-NETS = {"smooth": (zoo.smooth, {}), "graph break": (zoo.breaking, BROKEN), "mlp": (mlp, {})}
+NETS = {"smooth": (zoo.normalized, {}), "graph break": (zoo.breaking, BROKEN), "mlp": (mlp, {})}
 ON_GPU = {"trainer": {"accelerator": "cuda"}, "close": {"rtol": 5e-3, "atol": 5e-3}, "train": (4,) * 12}
 KEPT = [
     *(keeps(name, manual(make), expect=expect) for name, (make, expect) in NETS.items()),
     keeps("blocks", manual(blocks), callback={"targets": ["net.*"]}, expect={"train.graphs": 2}),
     # The eager steps show that the graph is kept.
-    keeps("baseline", lambda: zoo.Repeated(zoo.kept, zoo.smooth()), callback={"baseline_steps": 2}),
-    keeps("twice", lambda: zoo.BackwardTwice(zoo.plain, zoo.smooth())),
+    keeps("baseline", lambda: zoo.Repeated(zoo.kept, zoo.normalized()), callback={"baseline_steps": 2}),
+    keeps("twice", lambda: zoo.BackwardTwice(zoo.plain, zoo.normalized())),
     keeps(
         "physics-informed",
         zoo.Physics,
@@ -71,7 +71,7 @@ def test_gradients_of_repeated_backward_passes(case):
 
 @pytest.mark.parametrize("loss_of", [zoo.critic, zoo.equation, zoo.meta])
 def test_target_whose_gradients_are_differentiated_stays_eager_also_in_a_later_run(loss_of, tmp_path):
-    make = lambda: zoo.Repeated(loss_of, nn.Sequential(zoo.smooth(), nn.Dropout(0.5)))  # noqa: E731
+    make = lambda: zoo.Repeated(loss_of, nn.Sequential(zoo.normalized(), nn.Dropout(0.5)))  # noqa: E731
     expect = {"train.graphs": 0, "train.fallbacks": 1, "train.verdict": "not compiled"}
     expect["train.diagnostics.eager_calls"] = ...
     case = keeps("differentiated", make, train=(4,) * 12, expect=expect, codes=("CC303",), says=LEFT_EAGER)
@@ -83,10 +83,10 @@ def test_target_whose_gradients_are_differentiated_stays_eager_also_in_a_later_r
 
 def test_hand_written_loop_may_keep_the_graph(tmp_path):
     x = torch.randn(4, FEATURES, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(seeded(zoo.smooth).double()(x).square().sum(), x) * 3
+    expected = torch.autograd.grad(seeded(zoo.normalized).double()(x).square().sum(), x) * 3
     for hits in (0, 1):  # the second time, the code is from torch's cache
         torch._dynamo.reset()
-        net = seeded(zoo.smooth).double()
+        net = seeded(zoo.normalized).double()
         compile_phases(net, verify="off", cache_dir=tmp_path)
         values = torch.autograd.grad(net(x).square().sum(), x)
         out = net(x)
@@ -98,7 +98,7 @@ def test_hand_written_loop_may_keep_the_graph(tmp_path):
 
 
 def test_backward_pass_frees_the_inputs_of_its_call():
-    net, x = compile_phases(zoo.smooth(), verify="off"), torch.randn(4, FEATURES, requires_grad=True)
+    net, x = compile_phases(zoo.normalized(), verify="off"), torch.randn(4, FEATURES, requires_grad=True)
     doubled = x * 2
     out, reference = net(doubled), weakref.ref(doubled)
     del doubled

@@ -64,7 +64,7 @@ def wrong(name, module, *sizes, **expect):
 def transformed(transform, **expect):
     said = {"codes": ("CC108",), "says": "^target 'net' runs eagerly in the train phase"}
     fields = {"callback": {"on_error": "raise"}, "expect": {"train.diagnostics.eager_calls": ...} | expect}
-    return case(transform.__name__, lambda: zoo.layers(nn.Tanh()), transform, **fields, **said)
+    return case(transform.__name__, lambda: zoo.around(nn.Tanh()), transform, **fields, **said)
 
 
 CASES = [
@@ -90,7 +90,7 @@ CASES = [
         lambda net, x: net(x, torch.tensor(3)),
         expect={"train.graph_breaks": 1, "train.graphs": ...},
     ),
-    wrong("checkpoint, wrong in a later call", lambda: zoo.layers(nn.ReLU()), 5),
+    wrong("checkpoint, wrong in a later call", lambda: zoo.around(nn.ReLU()), 5),
     wrong("checkpoint, wrong behind a graph break", zoo.breaking, **{"train.fallbacks": 2}),
     # Calls that are not transformed are compiled.
     transformed(zoo.per_sample_gradients),
@@ -105,7 +105,7 @@ def test_the_run_equals_eager(row):
 
 
 def test_hooks_on_tensors_see_one_backward_pass():
-    module, seen = compile_phases(zoo.layers(nn.ReLU()), verify="raise"), []
+    module, seen = compile_phases(zoo.around(nn.ReLU()), verify="raise"), []
     x = torch.randn(3, FEATURES, requires_grad=True)
     x.register_hook(lambda gradient: seen.append("input"))
     module[0].weight.register_hook(lambda gradient: seen.append("weight"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import copy
 import functools
 import itertools
@@ -12,37 +13,27 @@ import random
 import types
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
+import torch._inductor.graph
 from torch import nn
 from torch.distributions import Normal
-from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
+from torch.nn.functional import cross_entropy
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
+from tests.support.uncached import Uncached
 
 OLDEST = torch.__version__.startswith("2.11.")
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-from unittest import mock
-
-import torch
-import torch._inductor.graph
-from torch import nn
-from torch.func import functional_call, grad, jvp, vmap
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
-
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper
-from tests.support.uncached import Uncached
 
 # ------------------------------------------------------------------------------------------ values
 
@@ -971,12 +962,12 @@ class CallsInTraining(Classifier):
         return self.run(self.net, x)
 
 
-def layers(middle: nn.Module) -> nn.Sequential:
+def around(middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(FEATURES, 16), middle, nn.Linear(16, CLASSES))
 
 
-def smooth() -> nn.Module:
-    return layers(nn.Sequential(nn.LayerNorm(16), nn.Tanh()))
+def normalized() -> nn.Module:
+    return around(nn.Sequential(nn.LayerNorm(16), nn.Tanh()))
 
 
 def breaking() -> nn.Module:
@@ -987,7 +978,7 @@ def breaking() -> nn.Module:
         torch._dynamo.graph_break()
         return torch.relu(net[2](hidden.unflatten(1, (4, 4)).flatten(1)))
 
-    return Calls(layers(nn.Identity()), run)
+    return Calls(around(nn.Identity()), run)
 
 
 def critic(net, x, y):
@@ -1052,7 +1043,7 @@ class Physics(Repeated):
     """Its forward differentiates the output of its network, as a physics-informed network does."""
 
     def __init__(self):
-        super().__init__(lambda net, x, y: self(x).square().mean(), smooth())
+        super().__init__(lambda net, x, y: self(x).square().mean(), normalized())
 
     def forward(self, x):
         return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
@@ -1153,7 +1144,7 @@ def struck(place: Place, untraceable: bool) -> nn.Module:
             torch._dynamo.graph_break()
         return net[2](x)
 
-    return Calls(layers(nn.BatchNorm1d(16)), run)
+    return Calls(around(nn.BatchNorm1d(16)), run)
 
 
 class BrokenPass(Uncached):
