@@ -27,6 +27,7 @@ from torch import nn
 
 from compile_callbacks import Tune
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
+from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.comparison import Comparison
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
@@ -79,19 +80,21 @@ class Machine:
         return STEP_SECONDS * factor
 
 
-def time_run(run_step: Callable[[bool], None], clock: Callable[[], float], steps: int) -> Comparison | None:
+def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], steps: int) -> Comparison | None:
     """Run the steps of a run as a session does, and compare them as the report does."""
-    timer = StepTimer(clock)
+    timer = StepTimer()
+    real, clock.now = clock.now, lambda *device, **step: seconds()
     eager_steps = BASELINE_STEPS + WARMUP_STEPS
     for number in range(eager_steps + steps):
         compiled = number >= eager_steps
         step = Step(variant=Variant() if compiled else EAGER_VARIANT, kind="compiled" if compiled else "eager")
         if not compiled or not timer.untimed_left:
-            step.span, step.workload = Span(None, clock), WORKLOAD
+            step.span, step.workload = Span(), WORKLOAD
         else:
             timer.untimed_left -= 1
         run_step(compiled)
         timer.stop("train", step, "train")
+    clock.now = real
     return timer.times("train").comparison
 
 

@@ -47,9 +47,8 @@ class CompileRequest:
         try:
             data = pickle.dumps(self)
         except Exception as error:
-            raise NotPortableError(
-                f"a graph pass, an option or a setting of torch cannot be pickled: {error}"
-            ) from error
+            reason = f"a graph pass, an option or a setting of torch cannot be pickled: {error}"
+            raise NotPortableError(reason) from error
         if b"__main__" in data:
             raise NotPortableError("a graph pass or an option is a part of the script itself (__main__)")
         if any(graph_pass.uuid() is None for graph_pass in self.passes):

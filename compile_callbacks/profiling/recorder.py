@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
+from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, at_graph_break, explain_recompile
@@ -192,7 +192,7 @@ class CompileRecorder:
         self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
         self._part = _PARTS.get(args.callback_trigger.name, "graph")
         self.traces_seen += self._part != "cudagraph"
-        self._running = key, time.perf_counter()
+        self._running = key, clock.now()
         if key is None:
             return
         if by_dynamo and (reason := _torch.events.recompile_reason()):
@@ -213,7 +213,7 @@ class CompileRecorder:
         if key is None:
             return
         self._progress.compile_ends()
-        seconds = time.perf_counter() - started
+        seconds = clock.now() - started
         self.record(
             "compile",
             key,

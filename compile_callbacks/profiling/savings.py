@@ -55,12 +55,8 @@ def savings(timer: StepTimer, phase: Phase, variant: str | None = None, other_se
 
 def _saved_share(times: StepTimes) -> float | None:
     """Return the saved time of a compiled step divided by its time, or ``None`` if the steps cannot be compared."""
-    comparison = times.comparison
-    if (
-        not times.windows
-        or len(times.eager_ms) < MIN_SAMPLES
-        or (comparison and comparison.outcome == "not comparable")
-    ):
+    is_doubtful = times.comparison is not None and times.comparison.outcome == "not comparable"
+    if not times.windows or len(times.eager_ms) < MIN_SAMPLES or is_doubtful:
         return None
     return statistics.median(times.eager_ms) / statistics.median(times.compiled_ms) - 1
 

@@ -8,44 +8,33 @@ from typing import Any
 
 import torch
 
+from compile_callbacks.profiling import clock
+
 _WARMUP_CALLS, _TIMED_CALLS, _MAX_SECONDS = 2, 50, 10
 
 
 class Span:
     """The time between two points of a step. An accelerator measures the time by events, without a synchronization."""
 
-    def __init__(
-        self,
-        device: torch.device | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        start: float | None = None,
-    ) -> None:
-        # torch.cuda, torch.xpu and torch.mps have an Event class.
-        accelerator = None if device is None or device.type == "cpu" else getattr(torch, device.type, None)
-        self._event = getattr(accelerator, "Event", None)
-        self._mark = clock if self._event is None else self._record_event
-        self._start: Any = self._mark() if start is None else start
+    def __init__(self, device: torch.device | None = None, start: Any = None) -> None:
+        self._device = device
+        self._start = clock.now(device) if start is None else start
         self._end: Any = None
 
-    def stop(self) -> None:
-        """End the span."""
-        self._end = self._mark()
+    def stop(self, **step: Any) -> None:
+        """End the span. ``step`` describes the step for `clock.now`."""
+        self._end = clock.now(self._device, start=self._start, **step)
 
     def passed(self) -> bool:
         """Return whether the device has passed the end."""
-        return self._event is None or bool(self._end.query())
+        return isinstance(self._end, float) or bool(self._end.query())
 
     def milliseconds(self) -> float:
         """Wait until the device has passed the end, and return the time."""
-        if self._event is None:
-            return float((self._end - self._start) * 1000)
+        if isinstance(self._end, float):
+            return float(self._end - self._start) * 1000
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end))
-
-    def _record_event(self) -> Any:
-        event: Any = self._event(enable_timing=True)  # type: ignore[misc]
-        event.record()
-        return event
 
 
 def call_times_ms(call: Callable[[], object], *, device: torch.device) -> tuple[float, ...]:

@@ -6,9 +6,8 @@ A *sample* is the time of a step that may be compared with other samples.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -120,13 +119,12 @@ class StepTimer:
     only compared with samples of equal workload.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
         self.untimed_left = 0
         """The number of the next steps that need no timing. The caller subtracts 1 for each of them. Two CUDA events
         take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs, which delays a CPU-bound step."""
         self.passed = 0
         """The number of steps like the last step since the last call of `stop`, which are not counted yet."""
-        self.clock = clock
         self._numbers: Counter[Phase] = Counter()
         self._steps: Counter[tuple[Phase, str | None, StepKind]] = Counter()
         self._records: defaultdict[StepKey, _Record] = defaultdict(_Record)
@@ -153,8 +151,8 @@ class StepTimer:
             self._last, self.untimed_left = (key, record), record.untimed_left
         if step.span is None and not step.compiling:
             return
-        span, workload = step.span or Span(None, self.clock, step.began), step.workload
-        span.stop()
+        span, workload = step.span or Span(start=step.began), step.workload
+        span.stop(phase=phase, candidate=step.variant.name, workload=None if step.compiling else workload)
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         is_new = not step.compiling and workload is not None and self._is_new(key, workload)
         # A step that ran eagerly although its variant compiles is a sample of neither, and nor is a mixed step.

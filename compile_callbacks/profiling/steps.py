@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
@@ -49,7 +48,7 @@ class Step:
     Attributes:
         variant: The variant that the policy chose.
         first: Whether the step is the first step of its stage or epoch.
-        began: The time of the start, in seconds of `time.perf_counter`.
+        began: The time of the start, in seconds of `clock.now`.
         compiles_seen: The recorder's number of compiles at the start.
         traces_seen: The same without recordings of CUDA graphs.
         graphs: The recorder's number of executed graphs at the start.
@@ -65,7 +64,7 @@ class Step:
 
     variant: Variant = EAGER_VARIANT
     first: bool = False
-    began: float = field(default_factory=time.perf_counter)
+    began: float = 0.0
     compiles_seen: int = 0
     traces_seen: int = 0
     graphs: int = 0

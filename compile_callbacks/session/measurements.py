@@ -37,7 +37,7 @@ class Measurements:
         if self._device.type == "cuda":
             self.memory.start(phase, step.variant.name)
         if wanted or not self.timer.untimed_left:
-            step.span = Span(self._device, self.timer.clock)
+            step.span = Span(self._device)
         else:
             self.timer.untimed_left -= 1
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.graphs.requests import RequestQueue
+from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
@@ -206,7 +206,7 @@ class Session:
         if counted is not None and not first and timer.untimed_left and recorder.compiles_seen == counted.compiles_seen:
             timer.untimed_left -= 1
             counted.number += 1
-            counted.began = time.perf_counter()
+            counted.began = clock.now()
             counted.graphs = recorder.executions.graphs
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             if self.gpu.on_gpu:
@@ -231,6 +231,7 @@ class Session:
         self._step = step = Step(
             variant=variant,
             first=first,
+            began=clock.now(),
             compiles_seen=recorder.compiles_seen,
             traces_seen=recorder.traces_seen,
             graphs=ran.graphs,

@@ -192,6 +192,7 @@ class TuningPolicy:
             if workload in compared or workload._replace(shapes=()) in compared:
                 milliseconds[is_sample].append(span.milliseconds())  # synchronizes the GPU
         compiles = [event for event in self._events() if event.kind in ("compile", "background")]
+        recent = self._events(self._first_event_of_block)
         compile_seconds = sum(event.seconds or 0 for event in compiles)
         breaks = [event.reason or "" for event in self._events() if event.kind == "graph_break"]
         settings = healing_settings(breaks)[0] if self._tune.candidates == AUTO else {}
@@ -203,11 +204,7 @@ class TuningPolicy:
             graphs=sum(event.graphs for event in self._events()),
             breaks=len(breaks),
             healing=tuple(settings),
-            settled=all(
-                event.part == "cudagraph"
-                for event in self._events(self._first_event_of_block)
-                if event.kind in ("compile", "background")
-            ),
+            settled=all(event.part == "cudagraph" for event in recent if event.kind in ("compile", "background")),
             unseen_shapes_ms=milliseconds[False],
         )
 

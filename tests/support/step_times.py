@@ -1,53 +1,126 @@
-"""A clock for steps: they take as long as a test says."""
+"""A clock for steps, which take as long as a test says, and compiles that cost nothing."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from compile_callbacks.config.inductor_config import Variant
-from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Step, Workload
 
-
-class TimedSteps:
-    """A `StepTimer` with a simulated clock."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.timer = StepTimer(lambda: self.now)
-
-    def run(self, milliseconds, *, compiled, workload="w", compiling=False, variant=None):
-        """Run steps of these lengths in the train phase; return which of them are samples."""
-        kept = []
-        kind = "compiled" if compiled else "eager"
-        for length in milliseconds:
-            step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
-            step.span = Span(None, self.timer.clock)
-            self.now += length / 1000
-            step.workload = workload if isinstance(workload, Workload) else Workload(workload)
-            self.timer.stop("train", step, step.workload.stage)
-            kept.append(step.is_sample)
-            self.now += 5  # the data loader's time is no part of a step
-        return kept
+CLOCK = "compile_callbacks.profiling.clock.now"
+"""The only part of the library that tests replace."""
 
 
 class Times:
-    """Replaces the clock: milliseconds by ``"eager"`` or candidate, or a function of that and the workload."""
+    """Replaces the clock: milliseconds by ``"eager"`` or candidate, or a function of that and the workload.
 
-    def __init__(self, monkeypatch, train=None, infer=None):
+    A list has the milliseconds of the candidate's first steps, and the last entry counts for all others. An entry may
+    also be a function of the number of the step among those of the candidate. A step without an entry, or in which
+    torch compiles, takes its real time.
+    """
+
+    def __init__(self, monkeypatch, train: Any = None, infer: Any = None) -> None:
         self._ms = {"train": train or {}, "infer": infer or {}}
-        real_stop = StepTimer.stop
+        self._ahead = 0.0  # of the real clock, in seconds
+        self.counts: Counter[tuple[str, str | None]] = Counter()
+        monkeypatch.setattr(CLOCK, self.now)
 
-        def stop(timer, phase, step, stage):
-            ms = None if step.workload is None else self._fixed(phase, step.variant.name, step.workload)
-            if step.span is not None and ms is not None and not step.compiling:
-                step.span = SimpleNamespace(stop=lambda: None, passed=lambda: True, milliseconds=lambda: ms)
-            real_stop(timer, phase, step, stage)
+    def advance(self, seconds: float) -> None:
+        """Let time pass, as a compile does."""
+        self._ahead += seconds
 
-        monkeypatch.setattr(StepTimer, "stop", stop)
+    def now(self, device=None, *, start=None, phase=None, candidate=None, workload=None) -> float:
+        now = time.perf_counter() + self._ahead
+        if phase is None or (ms := self._of_step(phase, candidate, workload)) is None or workload is None:
+            return now
+        self._ahead += start + ms / 1000 - now
+        return start + ms / 1000
 
-    def _fixed(self, phase, name, workload):
-        of_phase = self._ms[phase]
-        ms = of_phase(name, workload) if callable(of_phase) else of_phase.get(name)
-        return None if ms is None else float(ms)
+    def _of_step(self, phase: str, candidate: str | None, workload: Any) -> float | None:
+        of_phase, number = self._ms[phase], self.counts[phase, candidate]
+        self.counts[phase, candidate] += 1
+        if callable(of_phase):
+            return None if workload is None else of_phase(candidate, workload)
+        ms = of_phase.get(candidate)
+        if isinstance(ms, list):
+            return ms[min(number, len(ms) - 1)]
+        return ms(number) if callable(ms) else ms
+
+
+class TimedSteps:
+    """A `StepTimer` with steps of given times, for the tests of the report's series."""
+
+    def __init__(self):
+        self.timer = StepTimer()
+
+    def run(self, milliseconds, *, compiled, compiling=False, variant=None):
+        """Run steps of these lengths in the train phase; return which of them are samples."""
+        kept, kind = [], "compiled" if compiled else "eager"
+        for ms in milliseconds:
+            step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
+            step.workload = Workload("train")
+            step.span = SimpleNamespace(stop=lambda **step: None, passed=lambda: True, milliseconds=lambda ms=ms: ms)
+            self.timer.stop("train", step, "train")
+            kept.append(step.is_sample)
+        return kept
+
+
+class OnGpu(nn.Parameter):
+    """A weight that says it is on a GPU, so that a machine without one decides as with one."""
+
+    device = torch.device("cuda", 0)
+
+
+def noisy(ms: float, noise: float = 0.02, *, seed: int = 0, spikes: float = 0.0) -> Callable[[int], float]:
+    """Step times with normal noise. Some of the steps, the ``spikes``, take ten times as long."""
+    draw = random.Random(f"{ms} {seed}")
+    return lambda number: ms * (1 + noise * abs(draw.gauss(0, 1))) * (10 if draw.random() < spikes else 1)
+
+
+@contextlib.contextmanager
+def captured_graphs(
+    times: Times,
+    seconds: Mapping[int, float] = MappingProxyType({}),
+    raises: Mapping[int, Exception] = MappingProxyType({}),
+    recorded: Collection[int] = (),
+) -> Iterator[None]:
+    """Put the captured graph in Inductor's place.
+
+    The n-th compile takes the given ``seconds``, or 2, or ``raises``. If n is in ``recorded``, each new shape records a
+    CUDA graph in its first call.
+    """
+    count = 0
+
+    def compile_fx(graph_module: torch.fx.GraphModule, inputs: Any, **arguments: Any) -> Callable[..., Any]:
+        nonlocal count
+        number, count = count, count + 1
+        times.advance(seconds.get(number, 2.0))
+        if number in raises:
+            raise raises[number]
+        known: set[Any] = set()
+
+        def run(*args: Any) -> Any:
+            shapes = str([arg.shape for arg in args if isinstance(arg, torch.Tensor)])
+            if number in recorded and shapes not in known:
+                known.add(shapes)
+                with callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"):
+                    times.advance(0.2)
+            return graph_module.forward(*args)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+        yield

@@ -1,0 +1,245 @@
+"""Which step times and memory peaks are measured and compared, and when the report claims a speedup or warns."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks.profiling.comparison import compare
+from tests.support.models import Classifier, batches_of, seeded, trainer
+from tests.support.step_times import OnGpu, Times, captured_graphs
+
+BASELINE = 12  # steps: two to warm up, and ten samples
+
+
+def timed(ms, *sizes, make=Classifier, baseline_steps=10, epochs=1, mode="default"):
+    """Train on batches of these sizes, and return the report, and the warnings."""
+    with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch, train=ms)):
+        callback = InductorCompile(mode, None, baseline_steps=baseline_steps, verify="off", targets="net")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CompileWarning)
+            trainer(callback, max_epochs=epochs).fit(seeded(make), batches_of(*sizes))
+    return callback.report, [str(warning.message) for warning in caught if "CC501" in str(warning.message)]
+
+
+@pytest.mark.usefixtures("recompiles_at_once")
+def test_only_the_current_workload_is_compared_and_the_first_step_with_new_shapes_is_no_sample():
+    first = itertools.count()
+
+    def ms(candidate, workload):
+        if workload.shapes[0][0] == 4:
+            return 10 if candidate == "eager" else 5
+        return 80 if next(first) else 900
+
+    train = timed(ms, *[4] * (BASELINE + 20), *[9] * 49, mode={"dynamic": True})[0].train
+    assert (train.compiled_step_ms, train.eager_step_ms, train.speedup) == (pytest.approx(80), None, None)
+    assert max(itertools.chain(*(series["ms"] for series in train.diagnostics.series))) >= 900
+
+
+class Frozen(Classifier):
+    """Trains its first layer from the second epoch on, as a fine-tuned backbone."""
+
+    def on_train_epoch_start(self):
+        next(self.net.parameters()).requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_steps_that_train_other_weights_have_no_speedup_without_eager_steps_of_their_own(epochs):
+    train = timed({"eager": 10, None: 5}, *[4] * 30, make=Frozen, baseline_steps=4, epochs=epochs)[0].train
+    assert train.compiled_step_ms == pytest.approx(5)
+    assert (train.eager_step_ms, train.speedup) == (None if epochs == 3 else pytest.approx(10), None)
+
+
+@pytest.mark.usefixtures("recompiles_at_once")
+def test_slower_steps_are_reported_with_the_last_recompile():
+    sizes = [4] * (BASELINE + 100), [5] * 4, [4] * 40
+    _, (message,) = timed({"eager": 10, None: [5] * 104 + [14]}, *itertools.chain(*sizes), mode={"dynamic": False})
+    assert "compiled train steps are slower than eager steps (14.00 ms in the last " in message
+    assert "Possible causes are the last recompile of target 'net' (" in message
+    assert "other programs that use the machine" in message
+    assert "train_mode='eager'" in message
+
+
+@pytest.mark.usefixtures("recompiles_at_once")
+def test_noise_and_few_slower_samples_are_not_reported():
+    ms = {"eager": lambda number: 8 + number % 5, None: [10.5] * 30 + [90]}
+    assert timed(ms, *[4] * (BASELINE + 30), *[9] * 4, mode={"dynamic": True})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("baseline_steps", "compiled", "reason"),
+    [(2, 5, "too few samples"), (5, 10, "no difference"), (0, 5, "too few samples")],
+)
+def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason):
+    report, _ = timed({"eager": 10, None: compiled}, *[4] * 20, baseline_steps=baseline_steps)
+    train = report.train
+    assert (train.speedup, train.break_even_steps) == (None, None)
+    assert (train.net_seconds_saved is None) == (baseline_steps < 5)
+    assert (train.verdict, train.compiled_step_ms) == (reason, pytest.approx(compiled))
+    assert not {"step/train/speedup", "step/train/break_even_steps"} & report.scalars().keys()
+    assert reason in str(report)
+
+
+# ------------------------------------------------------------------------------------------ the rule
+
+
+def noisy(median, count=20, spread=0.1):
+    draw = random.Random(median)
+    return tuple(median * (1 + draw.uniform(-spread, spread)) for _ in range(count))
+
+
+QUIET, SLOW, EARLY = noisy(10.0, 10), noisy(13.0, 10), noisy(10.0, 10, 0.02)
+DRIFTING = [noisy(10.0 - 0.02 * number, 10, 0.02) for number in range(30)]
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "verdict"),
+    [
+        ((), [()], None),
+        ((4.0,) * 9, [()], None),
+        ((), [(4.0,) * 9], None),
+        ((4.0,) * 4, [(2.0,) * 9], None),
+        ((4.0,) * 9, [(2.0,) * 4], None),
+        ((1045.0, 9.0), [(5.0, 5.0)], None),  # a garbage collection in one of two eager samples
+        ((4.0,) * 5, [(2.0,) * 5], "faster"),
+        ((2.0,) * 5, [(4.0,) * 5], "slower"),
+        ((4.0,) * 5, [(4.0,) * 5], "no difference"),
+        (noisy(10.0), [noisy(10.05)], "no difference"),
+        (noisy(10.0), [noisy(5.0)], "faster"),
+        ((9.0, 9.1, 9.2, 9.1, 9.0, 9.2, 9.1, 1045.0), [(10.0, 9.0, 9.2, 9.1, 9.3)], "no difference"),
+        ((9.0, 9.1, 9.2, 9.1, 1045.0), [(10.0, 9.0, 9.2, 9.1, 9.3)], "not comparable"),
+        ((901.0,) * 9, [(10.0,) * 9], "not comparable"),  # threads wait for each other
+        (SLOW, [QUIET] * 9, "faster"),
+        (SLOW, [*[QUIET] * 8, SLOW], "no difference"),  # the eager steps may have run during such a disturbance
+        (EARLY, DRIFTING, "no difference"),  # the eager steps are at the begin of the drift
+        (noisy(11.0, 10, 0.02), DRIFTING, "faster"),
+    ],
+)
+def test_speedup_needs_samples_and_an_interval_without_one(eager, compiled, verdict):
+    found = compare([eager], compiled)
+    assert (found and found.outcome) == verdict
+
+
+@pytest.mark.parametrize("machine", [{}, {"bursts": 0.03}, {"drift": -0.05}, {"drift": 0.05}])
+def test_equal_steps_are_seldom_called_faster_or_slower(machine, monkeypatch):
+    """With 4% noise of a step. The program of the benchmark has the rates at true differences."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    program = importlib.import_module("false_verdicts")
+    outcomes = Counter(program.simulate_report(1.0, seed=seed, steps=1000, **machine) for seed in range(100))
+    assert max(outcomes["faster"], outcomes["slower"]) <= 4
+    assert program.simulate_report(1.5, seed=0, steps=1000, **machine) == "faster"
+    chosen = {ratio: [program.simulate_tune(ratio, seed=n, **machine) for n in range(50)] for ratio in (1.0, 1.1, 1.3)}
+    counts = [outcomes.count("faster") for outcomes in chosen.values()]
+    assert [counts[0] <= 2, counts[1] >= 35, counts[2] >= 48] == [True] * 3, counts
+
+
+# ------------------------------------------------------------------------------------------ what is measured
+
+
+def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):
+    """The user's own code may read the peak of torch's CUDA allocator, so it is not reset."""
+    needed = {0: 300, 1: 938, 2: 700, 8: 950, 9: 207}  # MiB, by step; the compiler used 950
+
+    class Allocating(Classifier):
+        allocated = 100
+
+        def __init__(self, last):
+            super().__init__()
+            self._parameters["on_gpu"], self.needed = OnGpu(torch.zeros(1)), needed | {11: last}
+
+        def training_step(self, batch, batch_idx):
+            Allocating.allocated = max(Allocating.allocated, self.needed.get(batch_idx, 0))
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), 0.1)
+
+    for name in ("get_device_name", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: Allocating.allocated * 2**20)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
+    for last, peak, at_most in ((207, None, 950), (1000, 1000, None)):
+        Allocating.allocated = 100
+        report, _ = timed({"eager": 5, None: 5}, *[4] * 16, make=lambda last=last: Allocating(last))
+        details = report.train.diagnostics
+        assert details.eager_peak_memory_mib == 938
+        assert (details.peak_memory_mib, details.peak_memory_at_most_mib) == (peak, at_most)
+
+
+class Stream(Classifier):
+    """A module whose steps an accelerator queues at once, and needs milliseconds to run."""
+
+    def __init__(self, device):
+        super().__init__()
+        weight = type("OnDevice", (OnGpu,), {"device": torch.device(device, 0)})
+        self._parameters["on_device"] = weight(torch.zeros(1))
+        self.queued_ms = self.synchronized = self.during_the_run = 0.0
+
+    def training_step(self, batch, batch_idx):
+        self.queued_ms += 4
+        self.during_the_run = self.synchronized
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def event(self, enable_timing=False):
+        assert enable_timing
+        event = types.SimpleNamespace(at_ms=None)
+        event.record = lambda: setattr(event, "at_ms", self.queued_ms)
+        event.query = lambda: self.synchronized >= event.at_ms
+        event.synchronize = lambda: setattr(self, "synchronized", max(self.synchronized, event.at_ms))
+        event.elapsed_time = lambda end: end.at_ms - event.at_ms
+        return event
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "cuda"])
+def test_a_step_is_timed_by_the_device_without_a_synchronization(device, monkeypatch):
+    module = Stream(device)
+    for name in ("get_device_name", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: "a GPU")
+    monkeypatch.setattr(f"torch.{device}.Event", module.event)
+    callback = InductorCompile("default", None, verify="off", targets="net")
+    with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch)):
+        patch.undo()  # the real clock
+        trainer(callback).fit(module, batches_of(*[4] * 20))
+    assert module.during_the_run == 0
+    assert callback.report.train.compiled_step_ms == 4.0
+
+
+class TwoLoaders(Classifier):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self(batch[0])
+
+
+def test_timed_steps_are_spread_evenly_over_the_run_and_each_stage_has_its_own():
+    """Every step of an accumulation, for example, is timed as often as the others."""
+    count, loaders = 3000, [DataLoader([[torch.zeros(4, 8)]] * n, batch_size=None) for n in (3000, 20)]
+    with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch, infer={None: 5})):
+        callback = InductorCompile(None, "default", baseline_steps=0, verify="off", targets="net")
+        trainer(callback).validate(TwoLoaders(), loaders, verbose=False)
+    infer = callback.report.infer
+    assert infer.diagnostics.steps == {"compiled": count + 20}
+    (steps,) = (series["steps"] for series in infer.diagnostics.series if series["kind"] == "compiled")
+    assert steps == sorted(set(steps))
+    assert set(range(count + 1, count + 21)) <= set(steps)
+    steps = [number for number in steps if number <= count]
+    begins = [after for before, after in itertools.pairwise(steps) if after > before + 1]
+    distances = [after - before for before, after in itertools.pairwise(begins)]
+    assert 160 <= len(steps) <= 330  # 16 to 33 windows of ten steps
+    assert max(distances) <= 1.2 * min(distances)
+    assert begins[-1] + 2.5 * max(distances) > count
+    for accumulated in (2, 3, 4, 8, 12, 16, 32):
+        counts = Counter(number % accumulated for number in steps)
+        assert len(counts) == accumulated
+        assert min(counts.values()) > 0.3 * len(steps) / accumulated
