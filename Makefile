@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 
 TYPED := --ignore-missing-imports --check-untyped-defs --cache-dir ../.mypy_cache
 
-PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := -m pytest -p tests.support.order --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 test: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)
@@ -96,6 +96,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file .ci/mypy.ini
 
 # The variable silences the theme's notice of its end of life; CONTRIBUTING.md says what follows from it. With --quiet,
 # mkdocs would not count the warnings that --strict turns into an error.

@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from tables import Row, in_order, parser_for, print_table, save, say
@@ -37,7 +38,7 @@ from compile_callbacks.tuning.tuner import Tuner
 
 NOISE, STEP_SECONDS, COMPILE_SECONDS, BASELINE_STEPS = 0.04, 0.05, 5.0, 10
 BURST_SECONDS = 1.0, 4.0
-MACHINES = {
+MACHINES: dict[str, dict[str, Any]] = {
     "noise alone": {},
     "bursts in 3% of the time": {"bursts": 0.03},
     "bursts in 5% of the time": {"bursts": 0.05},

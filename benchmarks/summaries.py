@@ -67,7 +67,8 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
         for name in in_order(rows, workload):
             of_name = [row for row in rows if workload(row) == name]
             for mode, *names in ways:
-                yield name, mode, *(find(of_name, way) for way in names)
+                eager, by_hand, ours = (find(of_name, way) for way in names)
+                yield name, mode, eager, by_hand, ours
     for file, mode in DDP.items():
         rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
         rows = [row for row in rows if row.get("step_ms")]

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,10 +35,11 @@ class BatchEnds(pl.Callback):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def on_train_batch_end(self, *args) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         self.times.append(time.perf_counter())
 
-    on_predict_batch_end = on_train_batch_end
+    def on_predict_batch_end(self, *args: Any) -> None:
+        self.times.append(time.perf_counter())
 
 
 def step_us(times: list[float]) -> float:
@@ -106,8 +108,8 @@ def main() -> None:
     for round_ in range(args.rounds):
         for loop, ways in WAYS.items():
             for way in ways if round_ % 2 else reversed(ways):
-                us = backend_us(way, args.steps) if loop == "infer" else trainer_us(loop, way, args.steps)
-                found[loop, way].append(us)
+                mean_us = backend_us(way, args.steps) if loop == "infer" else trainer_us(loop, way, args.steps)
+                found[loop, way].append(mean_us)
     rows = []
     for (loop, way), us in found.items():
         by_hand = found[loop, "by hand"]

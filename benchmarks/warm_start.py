@@ -140,7 +140,8 @@ def main() -> None:
         way, folder, out = args.child
         train(way, folder, Path(out), args.ranks, args.device)
         return
-    started, runs = time.monotonic(), {}
+    started = time.monotonic()
+    runs: dict[str, list[list[float]]] = {}
     title = f"First compiled step of ResNet-18 at 32x32, ranks: {args.ranks}, pairs: {args.pairs}"
     for name, seconds in measure(args):
         runs.setdefault(name, []).append(seconds)

@@ -171,7 +171,11 @@ def run(case: Case, *callbacks: pl.Callback) -> Run:
         "state_dict": dict(module.state_dict()),
         "state": [_state(child) for child in module.modules()],
     }
-    generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    generators = [
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["key"].tolist(),
+    ]
     return Run(module, copies, values, generators)
 
 
@@ -272,7 +276,7 @@ def _assert_reported(case: Case, report: Mapping[str, Any], said: list[str]) -> 
     phases = [phase for phase in ("train", "infer") if case.compiles(phase)]
     expect = {path: value for path, value in expect.items() if path.split(".")[0] in phases and value is not ...}
     assert {path: _at(report, path) for path in expect} == expect
-    codes = [re.search(r"\[(CC\d{3})", text)[1] for text in said]
+    codes = [code for text in said for code in re.findall(r"\[(CC\d{3})", text)]
     assert codes == list(case.codes)
     assert re.search(case.says, "\n".join(said))
 

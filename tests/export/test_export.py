@@ -250,7 +250,7 @@ def test_dynamic_batch_false_exports_one_batch_size(tmp_path):
         (by_value, f"control flow depends on the values of a tensor.*data-dependent.*{__file__}:"),
         (fixes_batch, "every batch size of input 'x'.*dynamic_batch=False"),
         (lambda x: x.reshape(-1, 2, 8), r"input 'x': it assumes .*% 16\) == 0; dynamic_batch=False"),
-        (lambda x: {}["no such key"], f"KeyError: 'no such key'.*{__file__}:"),
+        (lambda x: dict[str, int]()["no such key"], f"KeyError: 'no such key'.*{__file__}:"),
     ],
     ids=["by_value", "fixes_batch", "takes_pairs", "raises"],
 )

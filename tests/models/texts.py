@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
@@ -70,7 +72,8 @@ def lora():
 
 
 def merge(module: pl.LightningModule) -> None:
-    module.net = module.net.merge_and_unload()
+    net: Any = module.net
+    module.net = net.merge_and_unload()
 
 
 def texts(batches: int, *, labels: str, seed: int = 0) -> DataLoader:

@@ -30,7 +30,7 @@ class Trial:
 
     name: str
     make: Callable[[], pl.LightningModule]  # called after the seed is set
-    train: Callable[[], Iterable[Any]]  # makes the training data
+    train: Callable[[], Iterable[Any] | None]  # makes the training data
     validate: Callable[[], Iterable[Any]] | None = None  # makes the validation data
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer
     after: Callable[[pl.LightningModule], None] | None = None  # called after the fit; a second validation follows
@@ -115,7 +115,7 @@ def run(trial: Trial, *callbacks: pl.Callback) -> Run:
     validate = trial.validate() if trial.validate else None
     with watch.counting_traces():
         trainer(watch, *callbacks, **settings).fit(module, trial.train(), validate)
-        if trial.after is not None:
+        if trial.after is not None and trial.validate is not None:
             trial.after(module)
             trainer(watch, *callbacks, **settings).validate(module, trial.validate(), verbose=False)
     result.weights = {name: value.detach().clone() for name, value in module.state_dict().items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest import mock
 
 import torch
@@ -162,7 +163,7 @@ class Detector(Trained):
         from torchvision.ops import MultiScaleRoIAlign
 
         super().__init__()
-        backbone = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
+        backbone: Any = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
         backbone.out_channels = 16
         proposals = {"rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20}
         proposals |= {"rpn_pre_nms_top_n_test": 50, "rpn_post_nms_top_n_test": 10}

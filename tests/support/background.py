@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -45,9 +45,7 @@ def compiling_pids(callback: InductorCompile) -> set[int]:
     return pids(callback) if any(graph.sent_to for graph in callback.session._requests.waiting) else set()
 
 
-def waiting_graph(
-    pickled: bytes, load: Callable[[object], None] = pytest.fail, compile_here: Callable[[str], None] = pytest.fail
-) -> SimpleNamespace:
+def waiting_graph(pickled: bytes, load: Any = pytest.fail, compile_here: Any = pytest.fail) -> SimpleNamespace:
     """A stand-in for a `RequestedGraph`."""
     key = CompileKey("net", "train")
     return SimpleNamespace(key=key, pickled=pickled, load=load, compile_here=compile_here, sent_to=None)

@@ -103,7 +103,8 @@ def batches_of(*sizes: int) -> DataLoader:
 class RecordingLogger(Logger):
     """Keeps the metrics and the step of each call."""
 
-    name, version = "recording", 0
+    name: Any = "recording"
+    version: Any = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class RecordingLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
         self.calls.append((metrics, step))
 
 
@@ -163,8 +164,8 @@ def fit(
 ) -> Any:
     """Train a module from a fixed seed, and return it. A number of batches stands for a loader of them."""
     module = seeded(make)
-    loaders = [loader(given) if isinstance(given, int) else given for given in (train, validation)]
-    trainer(*callbacks, **settings).fit(module, *loaders, ckpt_path=ckpt_path)
+    train, validation = (loader(given) if isinstance(given, int) else given for given in (train, validation))
+    trainer(*callbacks, **settings).fit(module, train, validation, ckpt_path=ckpt_path)
     return module
 
 

@@ -195,7 +195,7 @@ class Model(pl.LightningModule):
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
         inputs = {"one": (x,), "same": (x, x), "view": (x, x[:, ::2])}[self.spec.inputs]
-        call = {"net": self.net, "net.encode": self.net.encode, "forward": self}[self.spec.target]
+        call: Any = {"net": self.net, "net.encode": self.net.encode, "forward": self}[self.spec.target]
         first = call(*inputs) if self.spec.twice and not self.spec.writes else None
         output = call(*inputs)
         if isinstance(output, Output):
@@ -242,18 +242,19 @@ class Model(pl.LightningModule):
 
     def state(self) -> dict[str, Any]:
         """The results of a run: losses, weights, counters and random states."""
+        numpy_state = np.random.get_state(legacy=False)["state"]
         return {
             "seen": self.seen,
             "state_dict": dict(self.state_dict()),
             "counters": [(block.odd, block.calls, block.passes) for block in self.net.blocks],
             "hooks": self.hook_calls,
             "python": random.getstate()[1],
-            "numpy": [*np.random.get_state()[1].tolist(), np.random.get_state()[2]],
+            "numpy": [*numpy_state["key"].tolist(), numpy_state["pos"]],
             "torch": torch.get_rng_state(),
         }
 
 
-def add_hooks(module: nn.Module, hooks: frozenset[str], calls: dict[str, int]) -> None:
+def add_hooks(module: Any, hooks: frozenset[str], calls: dict[str, int]) -> None:
     """Hooks of a module: ``"pre"`` and ``"post"`` change values, ``"count"`` and ``"gradient"`` count."""
 
     @torch.compiler.disable

@@ -92,7 +92,7 @@ def fabric() -> dict[str, Any]:
         return found
 
     eager, compiled = losses(), []
-    result = {"eager": eager, "compiled": losses(lambda model: compiled.append(compile_phases(model)))}
+    result: dict[str, Any] = {"eager": eager, "compiled": losses(lambda model: compiled.append(compile_phases(model)))}
     result["report"] = phases_report_of(compiled[0]).train.to_dict()
     restore(compiled[0])
     torch.distributed.destroy_process_group()

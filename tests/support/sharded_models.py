@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.support import models
 from tests.support.models import trainer
@@ -91,18 +91,19 @@ class Sharded(Whole):
     def configure_model(self) -> None:
         if isinstance(self.net, FSDPModule):
             return
-        settings = {"mesh": self.device_mesh["data_parallel"]}
+        assert self.device_mesh is not None
+        settings: Any = {"mesh": self.device_mesh["data_parallel"]}
         shard_blocks(self.net, **settings) if self.by_block else fully_shard(self.net, **settings)
 
 
-def shard_blocks(net: Blocks, **settings: Any) -> nn.Module:
+def shard_blocks(net: Blocks, **settings: Any) -> Any:
     """Shard each block, and the rest around the blocks."""
     for layer in net.layers:
         fully_shard(layer, **settings)
     return fully_shard(net, **settings)
 
 
-def data() -> TensorDataset:
+def data() -> Any:
     return models.loader(batches=SAMPLES // BATCH, batch_size=BATCH).dataset
 
 
