@@ -47,7 +47,7 @@ demo: $(INSTALLED)
 
 TYPED := --ignore-missing-imports --check-untyped-defs --cache-dir ../.mypy_cache
 
-PYTEST := -m pytest -p tests.support.order --numprocesses auto --maxprocesses 4 --dist loadgroup
+PYTEST := -m pytest -p tests.support.order --numprocesses auto --maxprocesses 4 --dist loadscope
 
 test: $(INSTALLED)
 	$(BIN)/python $(PYTEST) -m "not slow" $(ARGS)

@@ -1,48 +1,54 @@
-"""Hooks of pytest: under xdist, tests that share a fixture run in one worker, and the slowest tests run first."""
+"""A plugin of pytest: under xdist, tests that share a fixture run in one worker, and the slowest tests run first.
+
+``--dist loadgroup`` does not read the groups of pytest 9.2 (xdist 3.8).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_SECONDS: Counter[str] = Counter()  # of the tests of this session, by the parts that xdist gives to a worker
+_SECONDS: Counter[str] = Counter()  # of the tests of this session, by their parts
+_CACHED = "compile_callbacks/seconds"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@functools.cache
+def _has_shared_fixture(file: str) -> bool:
+    path = Path(file)
+    return path.suffix == ".py" and path.is_file() and 'scope="module"' in path.read_text()
+
+
+def _part(nodeid: str) -> str:
+    """The tests that one worker gets together: those of a file, or one test."""
+    file = nodeid.partition("::")[0]
+    return file if _has_shared_fixture(file) else nodeid
+
+
+class _ByPart(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _part(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _ByPart(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if _shares_a_fixture(item):
-            item.add_marker(pytest.mark.xdist_group(_file(item.nodeid)))
-    cache = getattr(config, "cache", None)
-    seconds = cache.get("compile_callbacks/seconds", {}) if cache else {}
-    items.sort(key=lambda item: -seconds.get(_part(item), 0.0))
+    if hasattr(config, "workerinput"):
+        seconds = config.cache.get(_CACHED, {}) if hasattr(config, "cache") else {}
+        items.sort(key=lambda item: -seconds.get(_part(item.nodeid), 0.0))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name, _, group = report.nodeid.partition("@tests/")
-    _SECONDS[f"tests/{group}" if group else name] += report.duration
+    _SECONDS[_part(report.nodeid)] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    cache = getattr(session.config, "cache", None)
-    if cache and not hasattr(session.config, "workerinput"):
-        cache.set("compile_callbacks/seconds", {**cache.get("compile_callbacks/seconds", {}), **_SECONDS})
-
-
-def _shares_a_fixture(item: Any) -> bool:
-    """Whether a fixture of a module or class makes something for the tests around this test."""
-    fixtures = getattr(item, "_fixtureinfo", None)
-    definitions = fixtures.name2fixturedefs.values() if fixtures else ()
-    return any(last.scope in ("module", "class") for *_, last in definitions)
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
-
-
-def _part(item: pytest.Item) -> str:
-    return _file(item.nodeid) if item.get_closest_marker("xdist_group") else item.nodeid
+    config = session.config
+    if hasattr(config, "cache") and not hasattr(config, "workerinput"):
+        config.cache.set(_CACHED, {**config.cache.get(_CACHED, {}), **_SECONDS})
