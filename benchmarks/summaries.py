@@ -74,7 +74,8 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
         rows = [row for row in rows if row.get("step_ms")]
         for size in in_order(rows, lambda row: row["batch_size"]):
             name = f"resnet50, training, DDP on two GPUs, batch {size} each"
-            yield name, mode, *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
+            eager, by_hand, ours = (rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
+            yield name, mode, eager, by_hand, ours
     rows = rows_of(f"{machine}/fsdp2")
     if rows:
         eager = {"step_ms": statistics.mean(row["step_ms"] for row in rows if row["way"] == "eager")}

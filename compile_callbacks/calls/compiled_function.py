@@ -177,25 +177,28 @@ class CompiledFunction:
                 result = frame.convert()
             if (why_skipped := _torch.frames.skipped(result)) is None:
                 self._compiled_code.add(frame.code)
-            if is_own:
-                self.why_no_graph = why_skipped
-                if self._config.fullgraph and why_skipped:
-                    raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {why_skipped}")
+            self.why_no_graph = why_skipped if is_own else self.why_no_graph
+            if is_own and self._config.fullgraph and why_skipped:
+                raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {why_skipped}")
             return result
         except Exception as error:
-            if frame.is_graph_break(error):
-                if "recompile limit exceeded" in str(error):
-                    self._recorder.limit_reached(self._key)
-                elif is_own:  # torch skips the frame, and does not announce a graph break
-                    self._recorder.record("graph_break", self._key, reason=str(error))
-                self.why_no_graph = str(error) if is_own else self.why_no_graph
-                raise
-            call.failure, call.nothing_ran = error, is_own
-            if is_own:
+            if self._raises(frame, call, error, is_own):
                 raise
             call.failed_frames += (frame.code,)
             self._recorder.part_runs_eagerly()
             return _torch.frames.run_frame_eagerly()
+
+    def _raises(self, frame: _torch.frames.Frame, call: CallInProgress, error: Exception, is_own: bool) -> bool:
+        """Record why Dynamo failed on a frame, and return whether torch or the target gets the exception."""
+        if not frame.is_graph_break(error):
+            call.failure, call.nothing_ran = error, is_own
+            return is_own
+        if "recompile limit exceeded" in str(error):
+            self._recorder.limit_reached(self._key)
+        elif is_own:  # torch skips the frame, and does not announce a graph break
+            self._recorder.record("graph_break", self._key, reason=str(error))
+        self.why_no_graph = str(error) if is_own else self.why_no_graph
+        return True
 
     def _runs_miss_eagerly(self) -> bool:
         """Return whether a frame of the running call runs eagerly, because none of its graphs fits the call."""

@@ -88,15 +88,13 @@ class CompiledTarget:
         transformed = _transforms() is not None or _forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or self._warnings or transformed) and self._runs_call_eagerly(outer, args, kwargs):
-            if outer is None or not outer.missed:  # otherwise, the outer call counts
-                self._count_eager_call(executions.graphs)
+            # Within a call that missed, the outer call counts.
+            self._count_eager_call(executions.graphs, counts=outer is None or not outer.missed)
             return member.eager(*args, **kwargs)
         compiled = self.backend.function
         if compiled is None or self._frozen or hooks_changed:
-            if self._frozen:
-                self._free_if_weights_changed()
-                if self._unfrozen is not None and self._refreezes > MAX_REFREEZES:
-                    return self._unfrozen.call(member, *args, **kwargs)
+            if self._frozen and (unfrozen := self._free_if_weights_changed()) is not None:
+                return unfrozen.call(member, *args, **kwargs)
             compiled = function.get()
         if self._recorder.listener not in self._recorder.listeners:
             self._recorder.listen_after_reset()
@@ -108,9 +106,7 @@ class CompiledTarget:
             result = compiled(member.module, *args, **kwargs)
         except Exception:
             if not call.nothing_ran:
-                if call.recompiles_in_next_call:
-                    self.backend.free()
-                self._store_outcome(call)
+                self._store_outcome(call, failed=True)
                 raise
         finally:
             calling.current = outer
@@ -129,15 +125,19 @@ class CompiledTarget:
             self._issue_warnings()
         return result
 
-    def _count_eager_call(self, graphs_before: int, *, missed: bool = False) -> None:
+    def _count_eager_call(self, graphs_before: int, *, missed: bool = False, counts: bool = True) -> None:
         """Count a call that ran eagerly, or of which a part did."""
+        if not counts:
+            return
         executions = self._executions
         executions.eager_calls[self.key] += 1
         # If the same part runs eagerly in each call, its step times can be compared.
         varies = missed or executions.graphs == graphs_before or self.backend.waits
         executions.mixed |= self.backend.graphs > 0 and varies
 
-    def _store_outcome(self, call: CallInProgress) -> None:
+    def _store_outcome(self, call: CallInProgress, *, failed: bool = False) -> None:
+        if failed and call.recompiles_in_next_call:
+            self.backend.free()
         self._runs_target_eagerly |= call.runs_target_eagerly
         self._warnings += call.warnings
 
@@ -208,7 +208,8 @@ class CompiledTarget:
         self._weights_are_suspect = True
         self._refreezes = 0 if new_stage else self._refreezes
 
-    def _free_if_weights_changed(self) -> None:
+    def _free_if_weights_changed(self) -> CompiledTarget | None:
+        """Return the target that runs instead, without frozen weights, if they changed too often."""
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.backend.free()  # because each set of frozen weights would stay in memory
             _torch.inductor.collect_unused_code()
@@ -216,6 +217,7 @@ class CompiledTarget:
             if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:
                 self._warn_of_changing_weights()
         self._weights_are_suspect = False
+        return self._unfrozen if self._refreezes > MAX_REFREEZES else None
 
     def _warn_of_changing_weights(self) -> None:
         reason = "freezing has no effect in a stage whose steps change the weights"

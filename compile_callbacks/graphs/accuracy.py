@@ -58,7 +58,7 @@ Rerun = Callable[[Literal["eager", "compiled", "float64"], Collection[str]], Res
 """A function that repeats a run and keeps the named gradients, or repeats the eager run in float64."""
 
 
-def compare_results(expected: Results, actual: Results, allowed: float, rerun: Rerun) -> Comparison:
+def compare_results(expected: Results, actual: Results, allowed: float, rerun: Rerun) -> Comparison:  # noqa: C901
     """Compare the results of a compiled run with the results of an eager run.
 
     A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
@@ -77,8 +77,8 @@ def compare_results(expected: Results, actual: Results, allowed: float, rerun: R
     for name, tensor in expected.tensors.items():
         largest, errors[name] = _errors(tensor, actual.tensors[name], floors[name])
         max_abs_error = max(max_abs_error, largest)
-    for name, sketch in expected.sketches.items():
-        errors[name] = _sketch_error(sketch, actual.sketches[name], floors[name])
+    sketches = expected.sketches
+    errors |= {name: _sketch_error(sketches[name], actual.sketches[name], floors[name]) for name in sketches}
     allowed_of = dict.fromkeys(errors, allowed) | dict.fromkeys(expected.sketches, gradient_tolerance(allowed))
     suspects = [name for name, error in errors.items() if error > allowed_of[name]]
     if not suspects:

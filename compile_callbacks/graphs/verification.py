@@ -175,19 +175,17 @@ class Verification:
         def rerun(which: str, keep: Collection[str]) -> Results:
             if drew:
                 raise ValueError("it would draw other random numbers")
-            if which == "compiled":
-                return runs.run(self.compiled, expected, keep=keep)
             double = which == "float64"
-            return runs.run(self._eager_function(double=double), expected, keep=keep, double=double)
+            function = self.compiled if which == "compiled" else self._eager_function(double=double)
+            return runs.run(function, expected, keep=keep, double=double)
 
         try:
             with _unnoticed(None):
                 comparison = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
         except Exception as error:
             return _not_compared(error)
-        if comparison.verdict == "equal" and trains and not with_gradients:
-            return Comparison("outputs only", max_abs_error=comparison.max_abs_error)
-        return comparison
+        outputs_only = comparison.verdict == "equal" and trains and not with_gradients
+        return Comparison("outputs only", max_abs_error=comparison.max_abs_error) if outputs_only else comparison
 
     def _has_constants(self) -> bool:
         return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None

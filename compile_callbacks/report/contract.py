@@ -191,9 +191,9 @@ def _figures(data: Any) -> dict[str, _Measurement]:
         value = data[name] if name in data else details.get(name)
         if value is not None:
             add(name, value, "measured in the run")
-    for name, why in (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process")):
-        if details[name] is not None:
-            add("peak_memory_mib", details[name], f"the highest peak of {why}")
+    peaks = (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process"))
+    for name, why in (peak for peak in peaks if details[peak[0]] is not None):
+        add("peak_memory_mib", details[name], f"the highest peak of {why}")
     low, high = details["speedup_interval"] or (1.0, 1.0)
     if (seconds := data["compile_seconds"]) is not None:
         compiles = sorted(_events(data, "kind", "compile"), key=lambda event: -event.get("seconds", 0))

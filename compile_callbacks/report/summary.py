@@ -47,7 +47,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
-def _claim(report: PhaseReport) -> str:
+def _claim(report: PhaseReport) -> str:  # noqa: C901  (a flat list of verdicts)
     """Return the verdict line without losses, settings without effect and advice."""
     eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved or 0
     times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
@@ -57,8 +57,7 @@ def _claim(report: PhaseReport) -> str:
         return f"runs eagerly again: {back['reason']}"
     match report.verdict:
         case "faster":
-            saved = f"saved {_duration(net)} after {compiling} of compiling"
-            return f"{_times(speedup)} faster ({times}), {saved}"
+            return f"{_times(speedup)} faster ({times}), saved {_duration(net)} after {compiling} of compiling"
         case "compile time not repaid":
             steps = report.break_even_steps
             when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
@@ -72,8 +71,7 @@ def _claim(report: PhaseReport) -> str:
             spread = max(report.diagnostics.eager_spread_ms or 0, report.diagnostics.compiled_spread_ms or 0)
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
             if _is_unclear(report):
-                vary = f"step times vary too much ({both})"
-                return f"no difference shown: {vary}, {compiling} spent compiling"
+                return f"no difference shown: step times vary too much ({both}), {compiling} spent compiling"
             return f"no difference ({both}), {compiling} spent compiling"
         case "not comparable":
             low, high = report.diagnostics.speedup_interval or (0, math.inf)
