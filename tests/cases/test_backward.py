@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.models import FEATURES, mlp, seeded
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 LEFT_EAGER = "^target 'net' runs eagerly in the train phase, because the eager steps differentiate its gradients"
-DOUBLE = {"train": (4,) * 6, "validation": None, "predict": None, "trainer": {"precision": "64-true"}}
+DOUBLE: dict[str, Any] = {"train": (4,) * 6, "validation": None, "predict": None, "trainer": {"precision": "64-true"}}
 DOUBLE |= {"close": {"rtol": 1e-8, "atol": 1e-8}}
 TRAIN = {"infer_mode": None, "targets": ["net"], "verify": "raise"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 CAPTURES_WRONGLY = torch.__version__ < "2.13"
 TRAIN = {"infer_mode": None}
-FUNCTIONS = {how.replace(" ", "_"): functools.partial(zoo.function_that, how) for how in zoo.MULTIPLY}
+FUNCTIONS: dict[str, Any] = {how.replace(" ", "_"): functools.partial(zoo.function_that, how) for how in zoo.MULTIPLY}
 COMPILED = {"train.graphs": 7, "train.graph_breaks": 2}  # newer torch breaks the graph of "dirty"
 FUNCTIONS |= {"dirty": lambda: zoo.MarksDirty(FEATURES, FEATURES)}
 WRONG_TRAIN, WRONG_INFER = (

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -51,7 +52,7 @@ def fault(name: str, phase: str, half: str, shape: str, **settings) -> Case:
         count, graphs, code = "diagnostics.skipped_passes", 2, "CC701"
         says = f"^graph pass 'BrokenPass' at post_grad_post in the {phase} phase raised"
     other = "infer" if phase == "train" else "train"
-    expect = {
+    expect: dict[str, Any] = {
         f"{each}.{name}": ... for each in ("train", "infer") for name in ("recompiles", "diagnostics.eager_calls")
     }
     expect |= {f"{phase}.{count}": failures, f"{phase}.graphs": graphs, f"{other}.graphs": 2}

@@ -106,7 +106,7 @@ class PlainStep(Classifier):
 
 def tensor_subclass() -> nn.Module:
     """Lightning moves the module at the end of a run, which swaps such weights."""
-    net = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    net: Any = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES))
     weight = net[0].weight.detach()
     net[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
     return net
@@ -280,9 +280,10 @@ class Changes(Classifier):
     """Unfreezes a weight of its network or changes a number of it in step 6."""
 
     def __init__(self, change: str) -> None:
-        super().__init__(nn.Sequential(Forward(scales), nn.Identity()))
-        self.change, self.net[0].scale = change, 2
-        self.net[0].net[0].requires_grad_(change != "unfreeze")
+        scaled: Any = Forward(scales)
+        super().__init__(nn.Sequential(scaled, nn.Identity()))
+        self.change, scaled.scale = change, 2
+        scaled.net[0].requires_grad_(change != "unfreeze")
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 6:
@@ -395,7 +396,7 @@ class Skipping(Classifier):
 
     def __init__(self, breaks: bool) -> None:
         super().__init__(Forward(_raises_for_bad_batches))
-        self.skipped, self.net.bad, self.net.breaks, self.net.last = 0, False, breaks, nn.Linear(CLASSES, CLASSES)
+        self.skipped, self.net.bad, self.net.breaks, self.net.last = 0, False, breaks, nn.Linear(CLASSES, CLASSES)  # type: ignore[assignment]
         self.net.register_buffer("calls", torch.zeros(()))
 
     def training_step(self, batch, batch_idx):
@@ -490,7 +491,7 @@ class PythonState(nn.Module):
         self.random, self.numpy_generator = random.Random(7), np.random.default_rng(7)
         self.torch_generator = torch.Generator().manual_seed(7)
         PythonState.count = 0
-        _default.__defaults__[0].clear()
+        _default.__defaults__[0].clear()  # type: ignore[index]
         _cached.cache_clear()
         RANDOM.seed(7)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ MODULES = {
     "spectral norm": lambda: normed(nn.utils.parametrizations.spectral_norm),
     "spectral norm by hooks": lambda: normed(nn.utils.spectral_norm),
     **{
-        change: lambda change=change: ReadsAndWrites(change)
+        change: functools.partial(ReadsAndWrites, change)
         for change in ("buffer", "part of a buffer", "weight", "result")
     },
 }

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def _run(folder: Path) -> None:
     logger, lines, handler = RecordingLogger(), [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("lightning.pytorch").addHandler(handler)
-    callback, printed, found = InductorCompile(baseline_steps=5), io.StringIO(), {}
+    callback, printed = InductorCompile(baseline_steps=5), io.StringIO()
+    found: dict[str, Any] = {}
     callback.on_sanity_check_end = lambda *args: found.update(sanity_graphs=callback.report.infer.graphs)
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_SECONDS: Counter[str] = Counter()  # of the tests of this session, by their parts
+_SECONDS: defaultdict[str, float] = defaultdict(float)  # of the tests of this session, by their parts
 _CACHED = "compile_callbacks/seconds"
 
 
