@@ -9,17 +9,21 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 
 _forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["lightning.pytorch", "torch._inductor.compile_fx"])
+_forked.set_forkserver_preload(["lightning.pytorch", "torch._inductor.compile_fx", "compile_callbacks._torch"])
 # A forked process cannot use CUDA if torch has asked the driver for its devices before.
 _spawned = multiprocessing.get_context("spawn")
 
@@ -71,3 +75,41 @@ def _run(script: Path, arguments: list[str], variables: dict[str, str], printed:
             os.dup2(file.fileno(), stream)
         with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
             runpy.run_path(str(script), run_name="__main__")
+
+
+class ForkedHelper:
+    """Stands in for `subprocess.Popen` of the helper process, which it forks from the process that has torch."""
+
+    def __init__(
+        self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], stderr: Any, **_: Any
+    ) -> None:
+        connection = Connection(os.dup(pass_fds[0]))
+        errors = Connection(os.dup(stderr.fileno()), readable=False)
+        self._process = _forked.Process(target=_help, args=(command[-1], connection, dict(env), errors))
+        self._process.start()
+        self.pid = self._process.pid
+        connection.close()
+        errors.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("helper", timeout or 0)
+        return self._process.exitcode
+
+
+def subprocess_with_forked_helper() -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(subprocess), "Popen": ForkedHelper})
+
+
+def _help(niceness: str, connection: Connection, environment: Mapping[str, str], errors: Connection) -> None:
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
+    os.dup2(errors.fileno(), 2)
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = int(environment["TORCHINDUCTOR_COMPILE_THREADS"])
+    sys.argv = ["worker", str(connection.fileno()), niceness]
+    runpy.run_module("compile_callbacks.background.worker", run_name="__main__")
