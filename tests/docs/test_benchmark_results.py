@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
-OF_MACHINES = sorted(FOLDER.glob("*/*.json"))
-VERSIONS = ["python", "torch", "triton", "lightning"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -24,50 +22,30 @@ def pages(monkeypatch):
     return importlib.import_module("pages")
 
 
-def named(path):
-    return str(path.relative_to(FOLDER))
-
-
-@pytest.mark.parametrize("path", OF_MACHINES, ids=named)
-def test_result_file_has_the_documented_shape(path):
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*/*.json")), ids=lambda path: str(path.relative_to(FOLDER)))
+def test_result_file_has_the_documented_shape_and_its_origin_and_stands_in_one_table(path, pages):
     result = json.loads(path.read_text())
-    assert set(result) - {"commit"} == {"title", "date", "device", "versions", "command", "rows"}
-    assert result["title"]
-    assert result["date"] is None or dt.date.fromisoformat(result["date"])
-    assert list(result["versions"]) == VERSIONS
+    assert set(result) == {"title", "date", "device", "versions", "command", "commit", "rows"}
+    assert list(result["versions"]) == ["python", "torch", "triton", "lightning"]
+    assert all([*result.values(), *result["versions"].values()])
+    assert dt.date.fromisoformat(result["date"])
     assert result["command"].startswith(("python benchmarks/", "make "))
-    assert result["rows"]
     for row in result["rows"]:
         for name, value in row.items():
             if name.endswith(("_ms", "_seconds")) and not isinstance(value, list):
                 assert value is None or value > 0 or (value == 0 and name.startswith(("spread", "exposed", "compile")))
-
-
-@pytest.mark.parametrize("path", OF_MACHINES, ids=named)
-def test_result_file_of_a_machine_has_its_origin_and_stands_in_one_table(path, pages):
-    result = json.loads(path.read_text())
-    assert all([result["commit"], result["date"], result["device"], *result["versions"].values()])
-    tables = [name for name, table in pages.TABLES.items() if path in FOLDER.glob(f"*/{table.files}.json")]
-    assert len(tables) == 1
-
-
-# ------------------------------------------------------------------------------------------ generated figures
+    assert sum(path in FOLDER.glob(f"*/{table.files}.json") for table in pages.TABLES.values()) == 1
 
 
 def test_figures_and_chart_are_those_of_the_result_files(pages, monkeypatch):
     monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
     pages.main()
 
-
-@pytest.mark.parametrize("path", [path for path in PAGES if "<!-- figures: " in path.read_text()], ids=lambda p: p.stem)
-def test_each_figure_of_a_page_comes_from_a_file(path, pages):
-    text = path.read_text()
-
     def other(found):
         return found[1] + re.sub(r"\d\b", lambda digit: str((int(digit[0]) + 1) % 10), found[4]) + found[5]
 
-    changed = pages.FIGURES.sub(other, text)
-    assert pages.filled(changed) == text
+    for text in [path.read_text() for path in PAGES if "<!-- figures: " in path.read_text()]:
+        assert pages.filled(pages.FIGURES.sub(other, text)) == text  # each figure of the page comes from a file
 
 
 def test_machine_has_the_figures_of_its_file(pages):
@@ -116,17 +94,14 @@ def test_files_of_several_commits_are_shown_apart_and_failed_rows_are_named(page
     assert filled.count(": RuntimeError: no\n") == 2
 
 
-def sample(table):
-    """Rows for a table that may have no file yet."""
-    (columns,) = table.show.args
-    return [{column: "x" if form == "{}" else 1.0 for column, form in columns.items()}]
-
-
 @pytest.mark.parametrize("name", ["memory", "warm_ranks"])
 def test_table_has_a_line_for_each_row(name, pages, results):
+    """Of a table that may have no file yet."""
     folder, _ = results
     table = pages.TABLES[name]
-    result = json.loads((FOLDER / "h200" / "fsdp2.json").read_text()) | {"rows": sample(table)}
+    (columns,) = table.show.args
+    rows = [{column: "x" if form == "{}" else 1.0 for column, form in columns.items()}]
+    result = json.loads((FOLDER / "h200" / "fsdp2.json").read_text()) | {"rows": rows}
     (folder / f"{table.files.replace('*', '1b')}.json").write_text(json.dumps(result))
     lines = [line for line in pages.table("new", name).splitlines() if line.startswith("| ")]
     assert len(lines) >= 2 + len(result["rows"])

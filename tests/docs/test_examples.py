@@ -21,9 +21,7 @@ from tests.support.models import Wrapper
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 pytest.importorskip("matplotlib")
 
-
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
@@ -37,66 +35,51 @@ def test_the_notebook_runs_and_contains_the_outputs_of_a_run(capsys, tmp_path, m
     assert all(output.get("name") != "stderr" for output in recorded)
     namespace: dict = {"__name__": "__main__"}
     for number, cell in enumerate(cells):
-        source = "".join(cell["source"])
-        exec(compile(source, f"quickstart.ipynb cell {number}", "exec"), namespace)
+        exec(compile("".join(cell["source"]), f"quickstart.ipynb cell {number}", "exec"), namespace)
     report = namespace["report"]
     assert float(namespace["trainer"].callback_metrics["accuracy"]) > 0.85
-    assert (report.train.graphs, report.infer.graphs) == (1, 1)
-    assert (report.train.fallbacks, report.infer.fallbacks) == (0, 0)
-    assert (report.train.verified, report.infer.verified) == ("equal 1", "equal 1")
+    for phase in (report.train, report.infer):
+        assert (phase.graphs, phase.fallbacks, phase.verified) == (1, 0, "equal 1")
     assert len(report.plot().axes) == 2
     assert "torch.compile report" in capsys.readouterr().out  # its rows depend on how busy the machine is
 
 
-def batches(*shape: int):
-    """Random inputs, and labels or values for them."""
-    generator = torch.Generator().manual_seed(0)
-    targets = (
-        torch.randint(10, (8, 16), generator=generator)
-        if shape != (16,)
-        else torch.randn(8, 16, 1, generator=generator)
-    )
-    return DataLoader(TensorDataset(torch.randn(8, 16, *shape, generator=generator), targets), batch_size=None)
-
-
 def data_of(shape, *, validates):
-    data = pl.LightningDataModule()
-    data.train_dataloader = lambda: batches(*shape)
+    """Random inputs, and labels or values for them."""
+    torch.manual_seed(0)
+    targets = torch.randn(128, 1) if shape == (16,) else torch.randint(10, (128,))
+    data, random = pl.LightningDataModule(), TensorDataset(torch.randn(128, *shape), targets)
+    data.train_dataloader = lambda: DataLoader(random, batch_size=16)
     if validates:
         data.val_dataloader = data.train_dataloader
     return data
 
 
 def finetuning():
-    return BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=3e-3, train_bn=False)
+    return [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=3e-3, train_bn=False)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "name", "shape", "callbacks", "precision"),
+    ("script", "name", "shape", "callbacks"),
     [
-        ("digits", "DigitClassifier", (64,), list, "32-true"),
-        ("digits", "DigitClassifier", (64,), lambda: [finetuning()], "32-true"),
-        ("activation_memory", "DeepClassifier", (64,), list, "32-true"),
-        ("custom_pass", "Net", (16,), list, "32-true"),
-        ("cli.main", "Classifier", (64,), list, "32-true"),
+        ("digits", "DigitClassifier", (64,), list),
+        ("digits", "DigitClassifier", (64,), finetuning),
+        ("activation_memory", "DeepClassifier", (64,), list),
+        ("custom_pass", "Net", (16,), list),
+        ("cli.main", "Classifier", (64,), list),
         # In float32, eager gradients with noise in the last bit of the weights differ by 100% after five steps.
         # With aten's kernels in place of generated code, torch 2.15 alone computes wrong gradients of it in float64.
-        pytest.param("resnet_digits", "DigitClassifier", (1, 32, 32), list, "64-true", marks=pytest.mark.codegen),
+        pytest.param("resnet_digits", "DigitClassifier", (1, 32, 32), list, marks=pytest.mark.codegen),
     ],
 )
-def test_an_example_trains_as_it_does_without_the_callback(
-    script, name, shape, callbacks, precision, monkeypatch, no_codegen
-):
+def test_an_example_trains_as_it_does_without_the_callback(script, name, shape, callbacks, monkeypatch, no_codegen):
     monkeypatch.syspath_prepend(EXAMPLES)
     make = getattr(importlib.import_module(script), name)
     make_data = functools.partial(data_of, shape, validates=script != "activation_memory")
     kwargs = {"accelerator": "cpu", "num_sanity_val_steps": 0, "limit_val_batches": 2, "callbacks": callbacks()}
-    kwargs["precision"] = precision
+    kwargs["precision"] = "64-true" if script == "resnet_digits" else "32-true"
     assert assert_same_training(make, make_data, steps=12, trainer_kwargs=kwargs) == "same"
-
-
-# ------------------------------------------------------------------------------------------ max_pool_backward.py
 
 
 @pytest.fixture
@@ -123,9 +106,8 @@ def test_the_gradient_of_a_max_pooling(settings, device, max_pool_pass, no_codeg
     net = Half(net.to(device, memory_format=torch.channels_last))
     result = check_pass(max_pool_pass(device), net, x, phase="train")
     result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
-    ops = result.ops_after
-    assert ops["examples.max_pool2d_backward.default"] == 1
-    assert ops["aten.max_pool2d_with_indices_backward.default"] == 0
+    assert result.ops_after["examples.max_pool2d_backward.default"] == 1
+    assert result.ops_after["aten.max_pool2d_with_indices_backward.default"] == 0
 
 
 @pytest.mark.gpu

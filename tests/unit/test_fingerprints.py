@@ -24,45 +24,29 @@ print(code_fingerprint(Net()), architecture_fingerprint(Net()))
 """
 
 
-def raises(self):
-    raise RuntimeError("the user's extra_repr")
-
-
 def net_with(**members):
     return type("Net", (nn.Module,), members)()
 
 
 def test_architecture_fingerprint_depends_on_structure_and_not_on_values():
-    def fingerprint(*layers):
-        return architecture_fingerprint(nn.Sequential(*layers))
-
-    assert fingerprint(nn.Linear(2, 3)) == fingerprint(nn.Linear(2, 3))
-    shared = nn.Linear(2, 2)
-    unlike = [
-        fingerprint(nn.Linear(2, 3)),
-        fingerprint(nn.Linear(3, 2)),
-        fingerprint(nn.Linear(2, 3, bias=False)),
-        fingerprint(nn.Linear(2, 3).double()),
-        fingerprint(nn.Linear(2, 3), nn.ReLU()),
-        fingerprint(nn.Dropout(0.1)),
-        fingerprint(nn.Dropout(0.2)),
-        fingerprint(shared),
-        fingerprint(shared, shared),
-        fingerprint(shared, nn.Linear(2, 2)),
-    ]
-    assert len(set(unlike)) == len(unlike)
+    linear, shared = nn.Linear(2, 3), nn.Linear(2, 2)
+    single = [linear, nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).double()]
+    single += [nn.Dropout(0.1), nn.Dropout(0.2), shared]
+    several = [(linear, nn.ReLU()), (shared, shared), (shared, nn.Linear(2, 2))]
+    unlike = {architecture_fingerprint(nn.Sequential(*layers)) for layers in [*((one,) for one in single), *several]}
+    assert len(unlike) == len(single) + len(several)
+    assert architecture_fingerprint(nn.Sequential(nn.Linear(2, 3))) == architecture_fingerprint(nn.Sequential(linear))
 
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: nn.LazyLinear(3),
-        lambda: net_with(extra_repr=raises),
-        lambda: net_with(extra_repr=lambda self: None),
-        lambda: torch.jit.script(nn.Linear(2, 2)),
-        lambda: nn.ParameterList([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]),
-    ],
-    ids=["lazy", "extra_repr raises", "extra_repr returns None", "scripted", "nested tensor"],
+    {
+        "lazy": lambda: nn.LazyLinear(3),
+        "extra_repr raises": lambda: net_with(extra_repr=lambda self: 1 / 0),
+        "extra_repr returns None": lambda: net_with(extra_repr=lambda self: None),
+        "scripted": lambda: torch.jit.script(nn.Linear(2, 2)),
+        "nested tensor": lambda: nn.ParameterList([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]),
+    }.values(),
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:The PyTorch API of nested tensors")
 def test_architecture_fingerprint_leaves_out_parts_that_it_cannot_describe(make):
