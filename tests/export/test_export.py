@@ -2,84 +2,55 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import inspect
+import io
+import json
+import os
+import shutil
 import subprocess
 import sys
-import textwrap
 import warnings
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import (
-    CompileWarning,
-    ExportError,
-    InductorConfig,
-    compile_phases,
-    export,
-    graph_pass,
-    load_exported,
-    report_of,
-    restore,
-)
-from tests.support.models import mlp
+import compile_callbacks
+from compile_callbacks import AOTInductorExport, CompileWarning, ExportError, export, graph_pass, load_exported
+from tests.support.models import fit, mlp
+from tests.support.pairs import made_once
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.all_versions
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+DIFFERS = "the package differs from eager: output 0 has a relative error of "
 
 
-class ConvNet(nn.Module):
-    """A convolution, a batch norm and a linear layer, and an input by name."""
+class ConvNet(nn.Sequential):
+    """Layers, and an input by name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, images: torch.Tensor, power: int = 1, *, scale: torch.Tensor | None = None) -> dict:
-        features = self.norm(self.conv(images.sigmoid())).relu().mean((2, 3))
-        logits = self.head(features) ** power
-        return {"logits": logits if scale is None else logits * scale, "features": features}
-
-
-class Calls(nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def by_value(x):
-    if x.sum() > 0:  # the line that the error names
-        return x
-    return -x
-
-
-def fixes_batch(x):
-    return x + torch.arange(float(x.shape[0])).reshape(-1, 1) if x.shape[0] == 4 else x
-
-
-def images(batch: int) -> torch.Tensor:
-    return torch.randn(batch, 2, 6, 5).to(memory_format=torch.channels_last)
+    def forward(self, images, power=1, *, scale=None):
+        logits = super().forward(images.sigmoid()) ** power
+        return {"logits": logits if scale is None else logits * scale, "mean": images.mean((1, 2, 3))}
 
 
 def trained() -> ConvNet:
     """A network in training mode, whose batch norm has other statistics than a new one."""
     torch.manual_seed(0)
-    net = ConvNet()
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = ConvNet(*layers, nn.Linear(4, 3))
     net(images(8) * 3 + 1)
     return net
+
+
+def images(batch: int) -> torch.Tensor:
+    return torch.randn(batch, 2, 6, 5).to(memory_format=torch.channels_last)
 
 
 seen = []
@@ -90,132 +61,126 @@ def counts(graph, is_inference):
     seen.append(is_inference)
 
 
-@graph_pass
 def broken(graph, is_inference):
     raise ZeroDivisionError("by design")
 
 
-@graph_pass(hook="pre_grad")
-def early(graph, is_inference):
-    raise AssertionError("a package has no graph at this hook point")
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A compiled package, a function that calls its module eagerly, and the warnings of the export."""
-    module, example, scale = trained(), images(1), torch.ones(1, 1)
-    before, generator = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    settings = {"dynamic": True, "dynamo": {"capture_scalar_outputs": True}}
-    mode = InductorConfig(mode="reduce-overhead", passes=[counts, broken, early], **settings)
-    path = tmp_path_factory.mktemp("aoti") / "folders" / "that are created" / "net.pt2"
+def write_packages(folder):
+    """Write a package and a program of `ConvNet`, a wrong package of `mlp`, and what the exports said."""
+    module, before, example = trained(), trained().state_dict(), images(1)
+    passes = [counts, graph_pass(broken), graph_pass(hook="pre_grad")(broken)]
+    settings = {"passes": passes, "dynamic": True, "dynamo": {"capture_scalar_outputs": True}}
+    mode = compile_callbacks.InductorConfig(mode="reduce-overhead", **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        export(module, (example,), path, kwargs={"scale": scale}, mode=mode)
+        path, generator = folder / "folders" / "that are created" / "net.pt2", torch.get_rng_state()
+        export(module, (example,), path, kwargs={"scale": torch.ones(1, 1)}, mode=mode)
+        assert torch.equal(torch.get_rng_state(), generator)
+        # Here, a pass changes what the package computes.
+        export(mlp(), (X,), folder / "wrong.pt2", mode={"passes": [WrongForward("infer")]}, verify="warn")
+    export(module, (images(4), 2), folder / "program.pt2", format="export")
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert all(submodule.training for submodule in module.modules())
-    assert torch.equal(torch.get_rng_state(), generator)
-    messages = [str(w.message) for w in caught if w.category is CompileWarning]
-    return SimpleNamespace(path=path, expected=torch.no_grad()(module.eval().forward), warnings=messages)
+    said = [str(warning.message) for warning in caught if warning.category is CompileWarning]
+    (folder / "said.json").write_text(json.dumps({"warnings": said, "seen": sorted(set(seen))}))
 
 
-# ------------------------------------------------------------------------------------------ AOTInductor
+@pytest.fixture
+def packages(tmp_path_factory, worker_id):
+    """The packages, and the function whose package ``net`` is."""
+    folder = made_once("packages", write_packages, tmp_path_factory, worker_id)
+    paths = {path.stem: path for path in folder.rglob("*.pt2")}
+    eager = torch.no_grad()(trained().eval().forward)
+    return SimpleNamespace(**paths, eager=eager, **json.loads((folder / "said.json").read_text()))
+
+
+CALLS_PACKAGE = """
+import sys, torch
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for x, scale, expected in torch.load("calls.pt"):
+    torch.testing.assert_close(run(x, scale=scale), expected, rtol=1e-4, atol=1e-5)
+assert not {"compile_callbacks", "lightning"} & set(sys.modules)
+"""
 
 
 @pytest.mark.slow
-def test_a_package_runs_where_only_torch_is_imported(exported, tmp_path):
+def test_a_package_runs_where_only_torch_is_imported_without_a_compiler(packages, tmp_path):
     inputs = [(images(batch), torch.randn(batch, 1)) for batch in (1, 5)]
-    torch.save(inputs, tmp_path / "inputs.pt")
-    code = """
-        import sys, torch
-        run = torch._inductor.aoti_load_package(sys.argv[1])
-        outputs = [run(images, scale=scale) for images, scale in torch.load("inputs.pt")]
-        torch.save(outputs, "outputs.pt")
-        assert not {"compile_callbacks", "lightning"} & set(sys.modules)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(exported.path)]
-    # The PATH has no compiler.
+    torch.save([(x, scale, packages.eager(x, scale=scale)) for x, scale in inputs], tmp_path / "calls.pt")
+    command = [sys.executable, "-c", CALLS_PACKAGE, str(packages.net)]
     subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, check=True, timeout=120)
-    expected = [exported.expected(x, scale=scale) for x, scale in inputs]
-    torch.testing.assert_close(torch.load(tmp_path / "outputs.pt"), expected, **CLOSE)
 
 
-def test_a_loaded_package_takes_the_inputs_of_the_module_in_any_layout(exported):
-    run = load_exported(exported.path)
-    assert (run.format, run.device) == ("aoti", "cpu")
-    assert str(inspect.signature(run)) == "(images, *, scale)"
+def test_a_loaded_package_takes_the_inputs_of_the_module_in_any_layout_and_refuses_others(packages):
+    run, eager = load_exported(packages.net), packages.eager
+    assert (run.format, run.device, str(inspect.signature(run))) == ("aoti", "cpu", "(images, *, scale)")
+    assert repr(run).endswith("inputs=(images: float32 (batch, 2, 6, 5) on cpu, scale: float32 (batch, 1) on cpu))")
     contiguous, scale = torch.randn(3, 2, 6, 5), torch.randn(3, 1)
     for x in (contiguous, contiguous.to(memory_format=torch.channels_last), contiguous[:, :, :, torch.arange(5)]):
-        expected = exported.expected(x, scale=scale)
-        torch.testing.assert_close(run(x, scale=scale), expected, **CLOSE)
-        torch.testing.assert_close(run(scale=scale, images=x), expected, **CLOSE)
-    assert repr(run).endswith("inputs=(images: float32 (batch, 2, 6, 5) on cpu, scale: float32 (batch, 1) on cpu))")
+        for outputs in (run(x, scale=scale), run(scale=scale, images=x)):
+            torch.testing.assert_close(outputs, eager(x, scale=scale), **CLOSE)
+    for first, kwargs, error, text in (
+        (x, {}, TypeError, "missing a required .*argument: 'scale'"),
+        (x, {"scale": scale, "power": 2}, TypeError, "'power'.*takes images: float32"),
+        (x, {"scale": scale.double()}, ValueError, r"'scale' is float64 \(3, 1\)"),
+        (x[:, :1], {"scale": scale}, ValueError, r"'images' is float32 \(3, 1, 6, 5\)"),
+        (x, {"scale": torch.ones(2, 1)}, ValueError, "batch sizes, 3 in 'images' and 2 in 'scale'"),
+        (x.to("meta"), {"scale": scale}, ValueError, r"'images' is .* on meta; .*\) on cpu"),
+        (2, {"scale": scale}, ValueError, "'images' is 2; the package takes"),
+    ):
+        with pytest.raises(error, match=text):
+            run(first, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "error", "text"),
-    [
-        ((images(2),), {}, TypeError, "missing a required .*argument: 'scale'"),
-        ((images(2),), {"scale": torch.ones(2, 1), "power": 2}, TypeError, "'power'.*takes images: float32"),
-        ((images(2),), {"scale": torch.ones(2, 1).double()}, ValueError, r"'scale' is float64 \(2, 1\)"),
-        ((images(2)[:, :1],), {"scale": torch.ones(2, 1)}, ValueError, r"'images' is float32 \(2, 1, 6, 5\)"),
-        ((images(2),), {"scale": torch.ones(3, 1)}, ValueError, "batch sizes, 2 in 'images' and 3 in 'scale'"),
-        ((images(2).to("meta"),), {"scale": torch.ones(2, 1)}, ValueError, r"'images' is .* on meta; .*\) on cpu"),
-        ((2,), {"scale": torch.ones(2, 1)}, ValueError, "'images' is 2; the package takes"),
-    ],
-)
-def test_inputs_that_do_not_fit_a_package_are_refused(exported, args, kwargs, error, text):
-    with pytest.raises(error, match=text):
-        load_exported(exported.path)(*args, **kwargs)
+def test_an_export_names_settings_that_a_package_does_not_support_and_a_difference_from_eager(packages):
+    for text in (
+        "without triton.cudagraphs: a package records no CUDA graphs",
+        "pass broken: passes at 'pre_grad' change torch function calls",
+        "dynamic=True: dynamic_batch decides which sizes may change",
+        "ZeroDivisionError: by design",
+        "without dynamo={'capture_scalar_outputs': True}: torch.export has its own settings of Dynamo",
+        f"wrong.pt2: {DIFFERS}",
+    ):
+        assert sum(text in warning for warning in packages.warnings) == 1, text
+    assert len(packages.warnings) == 6
+    assert packages.seen == [True]  # the pass that a package supports ran
+    assert load_exported(packages.wrong).format == "aoti"  # `verify="warn"` writes the package
 
 
-def test_settings_that_a_package_does_not_support_are_named(exported):
-    text = "\n".join(exported.warnings)
-    assert "without triton.cudagraphs: a package records no CUDA graphs" in text
-    assert "pass early: passes at 'pre_grad' change torch function calls" in text
-    assert "dynamic=True: dynamic_batch decides which sizes may change" in text
-    assert "ZeroDivisionError: by design" in text
-    assert "without dynamo={'capture_scalar_outputs': True}: torch.export has its own settings of Dynamo" in text
-    assert len(exported.warnings) == 5
-    assert set(seen) == {True}  # the pass that a package supports ran
+@pytest.mark.parametrize("how", ["export", "callback, warn", "callback, raise"])
+def test_a_package_that_differs_from_eager_does_not_replace_an_older_one(how, packages, tmp_path, monkeypatch):
+    """Other weights of a package that was made before act as the difference."""
 
+    def copies(program, *, package_path, inductor_configs):
+        shutil.copy(packages.wrong, package_path)
 
-@pytest.mark.parametrize("verify", ["raise", pytest.param("warn", marks=pytest.mark.slow)])
-def test_a_package_that_differs_from_eager_raises_or_warns(tmp_path, verify):
-    path = tmp_path / "net.pt2"
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", copies)
+    path, verify = tmp_path / "net.pt2", "warn" if "warn" in how else "raise"
     path.write_text("an older package")
-    arguments = {"mode": {"passes": [WrongForward("infer")]}, "verify": verify}
-    text = "the package differs from eager: output 0 has a relative error of "
-    if verify == "raise":
-        with pytest.raises(ExportError, match=text):
-            export(mlp(), (torch.randn(4, 8),), path, **arguments)
-        assert path.read_text() == "an older package"
-    else:
-        with pytest.warns(CompileWarning, match=rf"net\.pt2: {text}"):
-            export(mlp(), (torch.randn(4, 8),), path, **arguments)
-        assert load_exported(path).format == "aoti"
-    assert [file.name for file in tmp_path.iterdir()] == ["net.pt2"]
+    callback = AOTInductorExport(path, weights="last", target="net", verify=verify)
+    warns = pytest.warns(CompileWarning, match=rf"net\.pt2 was not written: {DIFFERS}")
+    with warns if verify == "warn" else pytest.raises(ExportError, match=DIFFERS):
+        export(mlp(), (X,), path) if how == "export" else fit(callback)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("net.pt2", "an older package")]
+    if how != "export":
+        assert (callback.report.verified, callback.report.path) == ("differs", None)
+        assert callback.report.max_abs_error > 0
 
 
-# ------------------------------------------------------------------------------------------ torch.export
-
-
-def export_program(module, args, folder, **settings):
-    return load_exported(export(module, args, folder / "net.pt2", format="export", **settings))
-
-
-def test_a_program_equals_eager_and_contains_no_example(tmp_path):
-    net = trained()
-    run = export_program(net, (images(4), 2), tmp_path)
+def test_a_program_equals_eager_and_contains_no_example(packages):
+    run = load_exported(packages.program)
     assert run.format == "export"
-    net.eval()
-    for batch in (1, 7):
-        x = images(batch)
+    for x in (images(1), images(7)):
         outputs = run(x, 2)
-        torch.testing.assert_close(outputs, net(x, 2), **CLOSE)
+        torch.testing.assert_close(outputs, packages.eager(x, 2), **CLOSE)
         assert not outputs["logits"].requires_grad
     with pytest.raises(ValueError, match=r"'power' is 3; the package takes .*power=2"):
         run(images(2), 3)
     assert torch.export.load(run.path).example_inputs is None
+
+
+def export_program(module, args, folder, **settings):
+    return load_exported(export(module, args, folder / "net.pt2", format="export", **settings))
 
 
 def compile_in_place(net):
@@ -223,22 +188,32 @@ def compile_in_place(net):
     return net
 
 
-@pytest.mark.parametrize("how", [compile_phases, compile_in_place, functools.partial(torch.compile, backend="eager")])
-def test_the_original_of_a_compiled_module_is_exported(tmp_path, how):
+@pytest.mark.parametrize(
+    "how", [compile_callbacks.compile_phases, compile_in_place, functools.partial(torch.compile, backend="eager")]
+)
+def test_the_original_of_a_compiled_module_is_exported(how, tmp_path, no_codegen):
     net = mlp().eval()
-    expected = net(torch.ones(2, 8))
+    expected = net(X[:2])
     compiled = how(net)
     with torch.no_grad():
-        compiled(torch.ones(2, 8))
-    run = export_program(compiled, (torch.randn(4, 8),), tmp_path)
-    torch.testing.assert_close(run(torch.ones(2, 8)), expected, **CLOSE)
-    if how is compile_phases:
-        assert report_of(net).infer.graphs == 1  # still compiled, and the export compiled no graph
-        restore(net)
+        compiled(X[:2])
+    torch.testing.assert_close(export_program(compiled, (X,), tmp_path)(X[:2]), expected, **CLOSE)
+    if how is compile_callbacks.compile_phases:
+        assert compile_callbacks.report_of(net).infer.graphs == 1  # still compiled, and the export compiled no graph
+        compile_callbacks.restore(net)
 
 
-def test_dynamic_batch_false_exports_one_batch_size(tmp_path):
-    run = export_program(Calls(fixes_batch), (torch.zeros(4, 1),), tmp_path, dynamic_batch=False)
+def calling(function):
+    """A module that calls a function."""
+    return type("Calls", (nn.Module,), {"forward": lambda self, x: function(x)})()
+
+
+def fixes_batch(x):
+    return x + torch.arange(float(x.shape[0])).reshape(-1, 1) if x.shape[0] == 4 else x
+
+
+def test_without_dynamic_batch_a_package_takes_one_batch_size(tmp_path):
+    run = export_program(calling(fixes_batch), (torch.zeros(4, 1),), tmp_path, dynamic_batch=False)
     torch.testing.assert_close(run(torch.zeros(4, 1)), torch.arange(4.0).reshape(4, 1))
     with pytest.raises(ValueError, match=r"'x' is float32 \(5, 1\) on cpu; the package takes x: float32 \(4, 1\)"):
         run(torch.zeros(5, 1))
@@ -247,43 +222,159 @@ def test_dynamic_batch_false_exports_one_batch_size(tmp_path):
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (by_value, f"control flow depends on the values of a tensor.*data-dependent.*{__file__}:"),
+        (lambda x: x if x.sum() > 0 else -x, "control flow depends on the values of a tensor.*data-dependent.*LINE"),
         (fixes_batch, "every batch size of input 'x'.*dynamic_batch=False"),
         (lambda x: x.reshape(-1, 2, 8), r"input 'x': it assumes .*% 16\) == 0; dynamic_batch=False"),
-        (lambda x: dict[str, int]()["no such key"], f"KeyError: 'no such key'.*{__file__}:"),
+        (lambda x: dict[str, int]()["no such key"], "KeyError: 'no such key'.*LINE"),
     ],
-    ids=["by_value", "fixes_batch", "takes_pairs", "raises"],
 )
 def test_a_module_that_cannot_be_exported_is_an_error_with_its_line(tmp_path, capfd, function, text):
-    module = Calls(function)
-    with pytest.raises(ExportError, match=text) as failed:
-        export(module, (torch.randn(4, 8),), tmp_path / "net.pt2")
-    if function is by_value:
-        assert f":{by_value.__code__.co_firstlineno + 1})" in str(failed.value)
+    module, line = calling(function), rf"\(at {__file__}:{function.__code__.co_firstlineno}\)"
+    with pytest.raises(ExportError, match=text.replace("LINE", line)) as failed:
+        export(module, (X,), tmp_path / "net.pt2")
     assert len(str(failed.value)) < 750
     assert list(tmp_path.iterdir()) == []
     assert module.training
     assert "def forward" not in capfd.readouterr().err  # torch prints the unfinished graph
 
 
-X = (torch.randn(4, 8),)
+def exports(**change):
+    export(**{"module": mlp(), "args": (X,), "path": "net.pt2", **change})
+
+
+def fits(**change):
+    fit(AOTInductorExport(**{"path": "net.pt2", **change}))
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "text"),
+    ("call", "change", "error", "text"),
     [
-        ({"module": 3}, TypeError, r"module=3 must be a torch\.nn\.Module"),
-        ({"args": X[0]}, TypeError, r"tuple of positional inputs, not Tensor; pass one tensor as \(tensor,\)"),
-        ({"args": (torch.tensor(1.0),)}, ValueError, "no batch; set dynamic_batch=False"),
-        ({"path": "net.pt"}, ValueError, r"path='net\.pt' must end in '\.pt2'"),
-        ({"format": "aot"}, ValueError, "format='aot' is unknown; did you mean 'aoti'"),
-        ({"mode": "defualt"}, ValueError, "mode='defualt' is unknown; did you mean 'default'"),
-        ({"mode": None}, ValueError, "mode=None compiles nothing"),
-        ({"verify": "eager"}, ValueError, "verify='eager' is unknown"),
+        (exports, {"module": 3}, TypeError, r"module=3 must be a torch\.nn\.Module"),
+        (exports, {"args": X}, TypeError, r"of positional inputs, not Tensor; pass one tensor as \(tensor,\)"),
+        (exports, {"args": (torch.tensor(1.0),)}, ValueError, "no batch; set dynamic_batch=False"),
+        (exports, {"path": "net.pt"}, ValueError, r"path='net\.pt' must end in '\.pt2'"),
+        (exports, {"format": "aot"}, ValueError, "format='aot' is unknown; did you mean 'aoti'"),
+        (exports, {"mode": "defualt"}, ValueError, "mode='defualt' is unknown; did you mean 'default'"),
+        (exports, {"mode": None}, ValueError, "mode=None compiles nothing"),
+        (exports, {"verify": "eager"}, ValueError, "verify='eager' is unknown"),
+        (fits, {"path": "net.onnx"}, ValueError, r"must end in '\.pt2'"),
+        (fits, {"weights": "first"}, ValueError, "weights='first' is unknown"),
+        (fits, {"target": 3}, TypeError, "target=3 must be the dotted name"),
+        (fits, {"target": ""}, ValueError, r"target='' names no submodule.*\[CC201"),
+        (fits, {"inputs": "x"}, TypeError, "inputs='x' must be a function of a batch"),
+        (fits, {"mode": "eager"}, ValueError, "mode='eager' compiles nothing"),
+        (fits, {"verify": "eager"}, ValueError, "verify='eager' is unknown"),
+        (fits, {"target": "nowhere"}, ValueError, r"target='nowhere' is not a submodule: .*\[CC201"),
+        (load_exported, {"path": 3}, TypeError, r"path=3 must be a path, not int \[CC202"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(tmp_path, change, error, text):
-    arguments = {"module": mlp(), "args": X, "path": tmp_path / "net.pt2", **change}
+def test_wrong_arguments_are_refused_by_name(call, change, error, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=text):
-        export(**arguments)
+        call(**change)
     assert list(tmp_path.iterdir()) == []
+
+
+def changed(package, to, change):
+    """Copy a package; ``change`` gets the name and the content of each entry, and returns the new content."""
+    with zipfile.ZipFile(package) as original, zipfile.ZipFile(to, "w") as copy:
+        for entry in original.infolist():
+            copy.writestr(entry, change(entry.filename, original.read(entry)))
+    return to
+
+
+OTHER_INPUTS = {
+    "a newer field of an input": ("]", ", 1]"),
+    "no inputs": ('"inputs"', '"outputs"'),
+    "an unknown kind of parameter": ("POSITIONAL_OR_KEYWORD", "POSITIONAL_OR_OTHER"),
+    "a wrong name": ('{"parameters": {"', '{"parameters": {"not a '),
+    "an unknown memory format": ('"torch.', '"torch.blocked, not '),
+}
+
+
+@pytest.mark.parametrize("name", ["program", "wrong"])  # of torch.export, and of AOTInductor
+def test_metadata_and_inputs_that_cannot_be_read_are_an_export_error(name, packages, tmp_path):
+    right, deep, path = load_exported(vars(packages)[name]).spec.to_json(), "[" * 100_000, tmp_path / "other.pt2"
+    inputs = [right.replace(old, new) for old, new in OTHER_INPUTS.values()]
+    assert right not in inputs
+    others = [
+        json.dumps({"torch": "2.15", "device": "cpu", "inputs": text}) for text in (*inputs, None, [1], "{", deep)
+    ]
+    for text in [*others, "", "null", '{"torch": "2.15"}', deep]:
+
+        def change(name, data, text=text):
+            if name.endswith("wrapper_metadata.json"):
+                return json.dumps({**json.loads(data), "compile_callbacks": text}).encode()
+            return text.encode() if name.endswith("extra/compile_callbacks") else data
+
+        changed(vars(packages)[name], path, change)
+        with pytest.raises(ExportError, match=r"other\.pt2 is damaged, or another version of compile_callbacks wrote"):
+            load_exported(path)
+
+
+def test_files_that_are_not_packages_are_refused(packages, tmp_path):
+    content, other, of_torch = packages.wrong.read_bytes(), io.BytesIO(), io.BytesIO()
+    encrypted = bytearray(packages.program.read_bytes())
+    encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1  # the flags of the directory's first entry
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    torch.export.save(torch.export.export(mlp().eval(), (X,)), of_torch)
+    damaged = [bytearray(content), bytearray(content), bytearray(content)]
+    for quarter, data in enumerate(damaged, start=1):
+        places = slice(len(data) * quarter // 4, len(data) * quarter // 4 + 64)
+        data[places] = bytes(255 - byte for byte in data[places])
+    for data, text in (
+        (b"", "is not a .pt2 package"),
+        (content[: len(content) // 2], "is not a .pt2 package, or is truncated"),
+        *zip(damaged, ["damaged"] * 3, strict=True),
+        (encrypted, "is damaged"),
+        (other.getvalue(), "neither compiled code nor a program"),
+        (of_torch.getvalue(), "was not written by compile_callbacks.export; load it with torch"),
+    ):
+        path = tmp_path / "net.pt2"
+        path.write_bytes(data)
+        with pytest.raises(ExportError, match=f"{path}.*{text}"):
+            load_exported(path)
+    with pytest.raises(FileNotFoundError, match=r"missing\.pt2.*does not exist"):
+        load_exported(tmp_path / "missing.pt2")
+    with pytest.raises(ExportError, match=r"is not a \.pt2 package"):
+        load_exported(tmp_path)
+
+
+def test_a_package_for_another_device_or_torch_is_refused(packages, tmp_path):
+    def newer(_, data):
+        # Another major version of the schema is what a later torch would write.
+        return data.replace(torch.__version__.encode(), b"9.0").replace(b'"major": 8', b'"major": 99')
+
+    package = changed(packages.program, tmp_path / "gpu.pt2", lambda _, data: data.replace(b': "cpu"', b': "xpu"'))
+    with pytest.raises(ExportError, match="was exported for a device of type xpu, which is not available here"):
+        load_exported(package)
+    with pytest.raises(ExportError, match=r"torch 9\.0 wrote it, and this is torch"):
+        load_exported(changed(packages.program, tmp_path / "newer.pt2", newer))
+
+
+CRASHES = b'extern "C" void abort(); __attribute__((constructor)) static void end_the_loading_process() { abort(); }'
+
+
+@pytest.mark.slow
+def test_a_package_that_crashes_ends_only_the_smoke_test_and_leaves_no_file(packages, tmp_path, monkeypatch):
+    """The smoke test runs packages for devices other than a CPU, such as "meta"."""
+    compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "crashes.so"]
+    subprocess.run(compiler, input=CRASHES, check=True)
+
+    def crashing(name, data):
+        return (tmp_path / "crashes.so").read_bytes() if name.endswith(".so") else data.replace(b"on cpu", b"on meta")
+
+    def compiles(program, *, package_path, inductor_configs):
+        changed(packages.wrong, package_path, crashing)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiles)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    for name in ("torch", "numpy", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match=r"the package crashed: python\S* was ended by SIGABRT"):
+        export(mlp().to("meta"), (X.to("meta"),), tmp_path / "folder" / "net.pt2")
+    assert list((tmp_path / "folder").iterdir()) == []
+    assert list(tmp_path.glob("*.ran")) == []  # modules planted in the current folder are not imported
