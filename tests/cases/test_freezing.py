@@ -54,7 +54,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_changing_weights_compute_what_eager_computes(case):
     callback = check(case)
-    assert case.says in str(callback.report)
+    assert ("freezing has no effect" in str(callback.report)) == bool(case.says)
 
 
 def frozen(train="default", **settings):
