@@ -46,10 +46,10 @@ def test_the_notebook_runs_and_contains_the_outputs_of_a_run(capsys, tmp_path, m
 
 def data_of(shape, *, validates):
     """Random inputs, and labels or values for them."""
-    torch.manual_seed(0)
-    targets = torch.randn(128, 1) if shape == (16,) else torch.randint(10, (128,))
-    data, random = pl.LightningDataModule(), TensorDataset(torch.randn(128, *shape), targets)
-    data.train_dataloader = lambda: DataLoader(random, batch_size=16)
+    same = {"generator": torch.Generator().manual_seed(0)}
+    targets = torch.randn(128, 1, **same) if shape == (16,) else torch.randint(10, (128,), **same)
+    data, samples = pl.LightningDataModule(), TensorDataset(torch.randn(128, *shape, **same), targets)
+    data.train_dataloader = lambda: DataLoader(samples, batch_size=16)
     if validates:
         data.val_dataloader = data.train_dataloader
     return data
