@@ -137,31 +137,33 @@ class Payload:
         return os.mkdir, ("ran",)
 
 
+NAMED = "named.ckpt"
+AS_BEST = {"best_model_path": NAMED, "best_model_score": torch.tensor(-1e9)}
+AMONG_OTHERS = {"best_k_models": {NAMED: torch.tensor(-1e9)}, "kth_best_model_path": NAMED}
+
+
 @pytest.mark.parametrize(
-    ("content", "among_others", "epochs", "weights"),
+    ("content", "names", "epochs", "weights"),
     [
-        ({"payload": Payload()}, False, 2, "last"),
-        ({"payload": Payload()}, True, 2, "last"),
-        ({"payload": Payload()}, False, 1, "last"),  # no training is left
-        ({"hyper_parameters": {"rate": 0.1}}, False, 2, "best"),
+        ({"payload": Payload()}, AS_BEST, 2, "last"),
+        # This file becomes the best one when the next checkpoint is compared with it.
+        ({"payload": Payload()}, AMONG_OTHERS, 2, "last"),
+        ({"payload": Payload()}, AS_BEST, 1, "last"),  # no training is left
+        ({"hyper_parameters": {"rate": 0.1}}, AS_BEST, 2, "best"),
     ],
 )
 def test_a_checkpoint_that_a_resumed_one_names_as_the_best_is_exported_if_it_has_only_weights(
-    content, among_others, epochs, weights, tmp_path, monkeypatch, recwarn, uncompiled
+    content, names, epochs, weights, tmp_path, monkeypatch, recwarn, uncompiled
 ):
-    """A file that is named among others becomes the best one when the next checkpoint is compared with it."""
     monkeypatch.chdir(tmp_path)
-    named, score, checkpoint = str(tmp_path / "named.ckpt"), torch.tensor(-1e9), checkpointing(tmp_path)
-    torch.save({"state_dict": seeded(Classifier).state_dict(), **content}, named)
+    torch.save({"state_dict": seeded(Classifier).state_dict(), **content}, NAMED)
+    checkpoint = checkpointing(tmp_path)
     fit(checkpoint, make=Aging, enable_checkpointing=True)
     state = torch.load(checkpoint.last_model_path, weights_only=False)
     (of_checkpoint,) = [value for name, value in state["callbacks"].items() if name.startswith("ModelCheckpoint")]
-    if among_others:
-        of_checkpoint |= {"best_k_models": {named: score}, "kth_best_model_path": named}
-    else:
-        of_checkpoint |= {"best_model_path": named, "best_model_score": score}
+    of_checkpoint |= names
     torch.save({**state, "hyper_parameters": {}}, "resumed.ckpt")
-    callback, checkpoint = AOTInductorExport("net.pt2"), checkpointing(tmp_path, best=2 if among_others else 1)
+    callback, checkpoint = AOTInductorExport("net.pt2"), checkpointing(tmp_path, best=1 + (names is AMONG_OTHERS))
     settings = {"max_epochs": epochs, "enable_checkpointing": True, "ckpt_path": "resumed.ckpt"}
     module = fit(callback, checkpoint, make=Aging, **settings)
     said = [str(warning.message) for warning in recwarn if warning.category is CompileWarning]
@@ -172,7 +174,7 @@ def test_a_checkpoint_that_a_resumed_one_names_as_the_best_is_exported_if_it_has
         assert re.match(r"net\.pt2 gets the last weights: .*named\.ckpt, which the resumed", said[0])
         assert_exports(callback, module)
     else:
-        assert (said, callback.report.checkpoint) == ([], named)
+        assert (said, callback.report.checkpoint) == ([], NAMED)
         assert_exports(callback, seeded(Classifier))
 
 
