@@ -12,7 +12,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,11 +83,10 @@ class PortableGraph:
     modules: tuple[str, ...]  # the modules that register the custom operators of the graph
     sharing: tuple[int, ...]  # the positions of inputs that share memory with other inputs
 
-    def with_sizes(self, inputs: Sequence[Any]) -> PortableGraph:
-        """Return the graph with the sizes of a call, for which it is compiled first of all."""
-        expressions = zip(self.inputs, inputs, strict=True)
-        sizes = {symbol: value for symbol, value in expressions if not isinstance(symbol, _TensorInput | int)}
-        return replace(self, symbols={symbol: (sizes[symbol], bounds) for symbol, (_, bounds) in self.symbols.items()})
+    @property
+    def symbol_positions(self) -> list[int]:
+        """The positions of the inputs that are symbols. Other integers are constants of the graph."""
+        return [i for i, value in enumerate(self.inputs) if not isinstance(value, _TensorInput | int)]
 
 
 # ------------------------------------------------------------------------------------------ in the process that trains
@@ -159,15 +158,18 @@ def prepare_loading() -> None:
     cpu_vec_isa.valid_vec_isa_list()
 
 
-def guard_of(expression: str | None) -> Callable[[Sequence[Any]], bool]:
-    """Return a function that checks whether compiled code is valid for the integers among the inputs of a call."""
+def guard_of(expression: str | None, positions: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
+    """Return a function that checks whether compiled code is valid for the inputs of a call.
+
+    ``positions`` are those of the symbols among the inputs, which the expression numbers.
+    """
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     code = compile(expression or "True", "<guards of a graph>", "eval")
 
     def is_valid(inputs: Sequence[Any]) -> bool:
-        integers = [value for value in inputs if isinstance(value, int)]
-        return bool(eval(code, SYMPY_INTERP, {"L": {f"t{i}": value for i, value in enumerate(integers)}}))
+        symbols = {f"t{i}": inputs[position] for i, position in enumerate(positions)}
+        return bool(eval(code, SYMPY_INTERP, {"L": symbols}))
 
     return is_valid
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from compile_callbacks import _torch
@@ -12,17 +13,14 @@ from compile_callbacks.graphs.compiled_graph import CompiledGraph
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue
 
-MAX_CODES = 8
-"""The maximum number of compiles of a graph with symbolic sizes, like torch's recompile limit."""
-
 
 @dataclass(eq=False, repr=False)
 class RequestedGraph:
     """Loads the compiled code of one captured graph.
 
     For a graph with symbolic sizes, Dynamo's code calls this object. Inductor may compile code that is valid for some
-    sizes only. In this process, it would add guards to Dynamo's guards. The guards of another process are checked here,
-    and sizes without code are requested.
+    sizes only. In this process, it would add guards to Dynamo's guards. The guards of another process are checked here.
+    If a call fails them, the target compiles in this process.
     """
 
     request: CompileRequest
@@ -37,24 +35,21 @@ class RequestedGraph:
     def __post_init__(self) -> None:
         self.key = self.fallback.key
         self.first = self.new_graph()  # Dynamo's code calls it if all sizes are constant
-        self._codes: list[tuple[Callable[[Sequence[Any]], bool], CompiledGraph]] = []
-        self._send(self.request)
+        self.eager = self.first.eager
+        self._is_valid: Callable[[Sequence[Any]], bool] = lambda inputs: True
+        if self.requests.in_run:
+            self.pickled, self.sent_to = self.request.pickled(), None
+            self.requests.waiting.append(self)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the code that is valid for the sizes of a call, or run the graph eagerly."""
-        for is_valid, graph in self._codes:
-            if is_valid(inputs):
-                return graph(*inputs)
-        if self._codes and not self.waits:
-            if len(self._codes) < MAX_CODES:
-                self._send(replace(self.request, graph=self.request.graph.with_sizes(inputs)))
-            else:
-                reason = (
-                    f"a graph was compiled {MAX_CODES} times, and none of its code is valid for the sizes of a call"
-                )
-                self.fallback.recorder.limit_reached(self.key, reason)
-        assert self.first.eager is not None
-        return self.first.eager(*inputs)
+        """Run the code if it is valid for the sizes of a call, or run the graph eagerly."""
+        if self.first.eager is None and self._is_valid(inputs):
+            return self.first(*inputs)
+        if self.first.eager is None:  # freed after the call, because other graphs of the target may still run in it
+            reason = "the code of another process is not valid for the sizes of a call"
+            self.fallback.eventful_call().compile_here = functools.partial(self.compile_here, reason)
+        assert self.eager is not None
+        return self.eager(*inputs)
 
     @property
     def waits(self) -> bool:
@@ -65,19 +60,12 @@ class RequestedGraph:
         """Load no further code."""
         self.requests.waiting = [graph for graph in self.requests.waiting if graph is not self]
 
-    def _send(self, request: CompileRequest) -> None:
-        if self.requests.in_run:
-            self.pickled, self.sent_to = request.pickled(), None
-            self.requests.waiting.append(self)
-
     def load(self, answer: CompileAnswer) -> None:
         """Load compiled code, and use it from the next call on."""
         started, recorder, key = time.perf_counter(), self.fallback.recorder, self.key
         compiled = _torch.portable_graphs.load(answer.artifact, self.request.options)
-        graph = self.new_graph() if self.request.graph.symbols else self.first
-        self.use(graph, compiled)
-        if graph is not self.first:
-            self._codes.append((_torch.portable_graphs.guard_of(answer.guards), graph))
+        self.use(self.first, compiled)
+        self._is_valid = _torch.portable_graphs.guard_of(answer.guards, self.request.graph.symbol_positions)
         recorder.compiles_seen += 1  # because this step takes longer
         seconds, saved_mib = time.perf_counter() - started, answer.saved_bytes / 2**20 or None
         recorder.record("compile", key, part="load", seconds=seconds, saved_mib=saved_mib, graphs=1)
