@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,13 @@ EAGER_CALLS = 2
 """The number of eager calls of a target in which `ChangingIntegers` reads the integers."""
 
 
+class _Running(threading.local):
+    """The records of the eager calls that run in a thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[ObservedCalls] = []
+
+
 class ObservedCalls:
     """Records facts about a target's eager calls in one phase.
 
@@ -28,10 +36,10 @@ class ObservedCalls:
     graph then accepts the sizes of all eager calls that occur often.
     """
 
-    def __init__(self, running: list[ObservedCalls]) -> None:
+    def __init__(self, running: _Running) -> None:
         self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
         self.keeps_graph = False  # whether a backward pass through an eager call had retain_graph=True
-        self._running = running  # the records of the eager calls that are running
+        self._running = running
         self.changing_integers = ChangingIntegers()
         self.sizes = InputSizes()
 
@@ -41,11 +49,11 @@ class ObservedCalls:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.sizes.record_eager(args, kwargs)
             self.changing_integers.call_begins(module)
-            self._running.append(self)
+            self._running.calls.append(self)
             try:
                 result = call(*args, **kwargs)
             finally:
-                self._running.pop()
+                self._running.calls.pop()
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
             for _, output in inputs_of((result,), {}):
@@ -58,7 +66,7 @@ class ObservedCalls:
     def _backward_begins(self, gradients: Any) -> None:
         # Autograd enables grad mode in a backward pass only with create_graph=True. A running target that contains this
         # one differentiates the gradients itself.
-        for record in (self, *self._running):
+        for record in (self, *self._running.calls):
             record.gradients_differentiated |= torch.is_grad_enabled()
             record.keeps_graph |= _torch.autograd.graph_is_kept()
 
@@ -139,7 +147,7 @@ class CallRecords:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, Phase], ObservedCalls] = {}
-        self._running: list[ObservedCalls] = []
+        self._running = _Running()
 
     def of(self, target: str, phase: Phase) -> ObservedCalls:
         """Return the record of a target in a phase."""

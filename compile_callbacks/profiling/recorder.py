@@ -36,12 +36,14 @@ class CallInProgress:
         nothing_ran: Whether the failure came before any of the target's code ran.
         failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
         recompiles_in_next_call: Whether the compile and the eager run of its graph both ran out of memory.
+        compile_here: Lets the target compile in this process instead of another one.
         runs_target_eagerly: Whether the target runs eagerly from now on.
         constant_draws: The functions in which torch drew random numbers only while it traced them.
         warnings: The warnings to issue: code, message, and what each is about.
     """
 
     eventful = traced = nothing_ran = recompiles_in_next_call = runs_target_eagerly = False
+    compile_here: Callable[[], None] | None = None
     failure: BaseException | None = None
     failed_frames: tuple[Any, ...] = ()
     constant_draws: tuple[str, ...] = ()
@@ -74,6 +76,10 @@ class _Calling(threading.local):
     """The innermost call of a target in this thread, because torch announces a compile in the thread that compiles."""
 
     current: CallInProgress | None = None
+    running: tuple[CompileKey | None, float] | None = None  # the compile, and when it began
+    part: CompilePart = "graph"
+    graphs = saved_bytes = 0
+    backward_seconds = 0.0
 
 
 class CompileRecorder:
@@ -106,17 +112,12 @@ class CompileRecorder:
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
         self._progress = progress or CompileProgress()
-        self._backward_seconds = 0.0
-        self._saved_bytes = 0
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
         self._recompiles_unless_cached: dict[str, Recompile] = {}  # by torch's compile id
-        self._running: tuple[CompileKey | None, float] | None = None
         self._listening = False
         self.listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
         self.listeners = _torch.events.callback_handler.start_callbacks
         """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
-        self._graphs = 0
-        self._part: CompilePart = "graph"
         self._breaks_seen = 0
         self._limits_reached: set[CompileKey] = set()
         self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
@@ -169,11 +170,11 @@ class CompileRecorder:
             if skip_reason:
                 self.record("cudagraph_skip", key, reason=skip_reason)
 
-    def limit_reached(self, key: CompileKey, reason: str = "") -> None:
+    def limit_reached(self, key: CompileKey) -> None:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if key not in self._limits_reached:
             self._limits_reached.add(key)
-            last = self._explain(key, reason or _torch.events.last_recompile_reason())
+            last = self._explain(key, _torch.events.last_recompile_reason())
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
@@ -189,10 +190,10 @@ class CompileRecorder:
             self._keys.pop(args.compile_id, None)  # because the id belongs to other code after torch.compiler.reset()
         else:
             key = self._keys.get(args.compile_id)
-        self._graphs, self._backward_seconds, self._saved_bytes = 0, 0.0, 0
-        self._part = _PARTS.get(args.callback_trigger.name, "graph")
-        self.traces_seen += self._part != "cudagraph"
-        self._running = key, clock.now()
+        self.calling.graphs, self.calling.backward_seconds, self.calling.saved_bytes = 0, 0.0, 0
+        self.calling.part = _PARTS.get(args.callback_trigger.name, "graph")
+        self.traces_seen += self.calling.part != "cudagraph"
+        self.calling.running = key, clock.now()
         if key is None:
             return
         if by_dynamo and (reason := _torch.events.recompile_reason()):
@@ -205,10 +206,10 @@ class CompileRecorder:
 
     def compile_ends(self, args: Any) -> None:
         """Record the compile. torch calls this method when a compile ends."""
-        if self._running is None:
+        if self.calling.running is None:
             return
-        key, started = self._running
-        self._running = None
+        key, started = self.calling.running
+        self.calling.running = None
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
         if key is None:
             return
@@ -217,11 +218,11 @@ class CompileRecorder:
         self.record(
             "compile",
             key,
-            part=self._part,
+            part=self.calling.part,
             seconds=seconds,
-            backward_seconds=self._backward_seconds or None,
-            saved_mib=self._saved_bytes / 2**20 if self._backward_seconds else None,
-            graphs=self._graphs,
+            backward_seconds=self.calling.backward_seconds or None,
+            saved_mib=self.calling.saved_bytes / 2**20 if self.calling.backward_seconds else None,
+            graphs=self.calling.graphs,
         )
         if key in self._discarded:
             self._discarded.discard(key)
@@ -265,12 +266,12 @@ class CompileRecorder:
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""
-        self._graphs += 1
+        self.calling.graphs += 1
 
     def add_backward(self, saved_bytes: int, seconds: float) -> None:
         """Add the memory that a forward graph saves for its backward graph, and the time that Inductor took for it."""
-        self._saved_bytes += saved_bytes
-        self._backward_seconds += seconds
+        self.calling.saved_bytes += saved_bytes
+        self.calling.backward_seconds += seconds
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}
