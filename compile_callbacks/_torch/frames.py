@@ -70,9 +70,8 @@ def compile_function(
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
 
-    ``around`` is called for each frame that torch is about to convert, and returns the result of the conversion. With
-    torch's own setting, ``suppress_errors``, torch raises nevertheless if a graph break is an error, logs each failure,
-    and compiles the frames beneath a failed frame one by one.
+    ``around`` is called for each frame that torch is about to convert, and returns the result of the conversion. The
+    setting ``suppress_errors`` has no effect on these frames: torch would run a frame on which ``around`` failed.
 
     Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
     """
@@ -132,4 +131,5 @@ class _ConvertFrame(_Conversion):
         super().__init__(convert, around, fullgraph=False)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._convert(*arguments, **keywords)
+        with torch._dynamo.config.patch(suppress_errors=False):
+            return self._convert(*arguments, **keywords)

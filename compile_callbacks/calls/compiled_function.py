@@ -241,7 +241,12 @@ class CompiledFunction:
                 )
             )
             draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
-            yield
+            graphs = self._backend.graphs
+            try:
+                yield
+            except Exception:
+                self._backend.graphs = graphs  # no call uses what was compiled before an error, such as at the guards
+                raise
         call.constant_draws += tuple(draws)
 
 

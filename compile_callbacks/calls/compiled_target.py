@@ -102,18 +102,20 @@ class CompiledTarget:
         calling.current = call = CallInProgress()
         call.key, call.args, call.kwargs = self.key, args, kwargs
         function.calls += 1
+        failed = False
         try:
             result = compiled(member.module, *args, **kwargs)
         except Exception:
             if not call.nothing_ran:
                 self._store_outcome(call, failed=True)
                 raise
+            failed = True
         finally:
             calling.current = outer
             # torch runs none of its graphs for example at its recompile limit.
             if call.partly_eager or executions.graphs == graphs_before:
                 self._count_eager_call(graphs_before, missed=call.missed)
-        if call.nothing_ran:  # if the user's code raised the error, this raises it again with the user's traceback
+        if failed:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
         if call.eventful:
             calling.current = call
@@ -144,6 +146,8 @@ class CompiledTarget:
     def _settle(self, call: CallInProgress, member: Callee) -> None:
         if call.failure is not None and not call.runs_target_eagerly:
             self._report_failure(call, call.failure)
+        if call.compile_here is not None:
+            call.compile_here()
         self.function.eager_frames.update(call.failed_frames)
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
@@ -234,4 +238,5 @@ class CompiledTarget:
         """The reason why the target has no compiled graph: its first graph break, or what torch told."""
         breaks = self._recorder.events_of(self.key.phase, "graph_break")
         reasons = [event.reason for event in breaks if event.target == self.key.target]
-        return short_reason(next(filter(None, [*reasons, self.function.why_no_graph]), "torch gives no reason"))
+        unknown = "TORCH_COMPILE_DISABLE is set" if _torch.dynamo.is_disabled() else "torch gives no reason"
+        return short_reason(next(filter(None, [*reasons, self.function.why_no_graph]), unknown))
