@@ -113,16 +113,22 @@ def part_of(argument: str) -> Iterator[None]:
         raise type(error)(f"{argument}: {error}") from error
 
 
-def describe_failure(error: BaseException) -> str:
-    """Return the type and message of the root cause of an error, or the output of the process that failed.
-
-    torch wraps errors in its own exceptions, and its message about a process only contains the long command line.
-    """
+def root_cause(error: BaseException) -> BaseException:
+    """Return the error that an error of torch wraps."""
     seen: set[int] = set()  # because a chain of causes can be circular
     while id(error) not in seen:
         seen.add(id(error))
         cause = getattr(error, "inner_exception", None) or error.__cause__
         error = cause if isinstance(cause, BaseException) else error
+    return error
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type and message of the root cause of an error, or the error that a process printed before it failed.
+
+    torch's message about a process only contains the long command line.
+    """
+    error = root_cause(error)
     if not isinstance(error, subprocess.CalledProcessError):
         return f"{type(error).__name__}: {error}".strip()
     command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd
@@ -131,7 +137,8 @@ def describe_failure(error: BaseException) -> str:
         ended = f"was ended by {signal.Signals(-error.returncode).name}"
     texts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
     output = "\n".join(text.strip() for text in texts if text.strip())
-    return f"{Path(str(command[0])).name} {ended}: {output or 'it printed nothing'}"
+    output = next((line for line in output.splitlines() if "error" in line.lower()), output) or "it printed nothing"
+    return f"{Path(str(command[0])).name} {ended}: {output}"
 
 
 def in_one_line(text: str, width: int = 200) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch
 from torch import nn
 
 from compile_callbacks._utils.device import device_name
-from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import read_json, write_json
 from compile_callbacks._utils.fingerprints import (
     architecture_fingerprint,
@@ -28,6 +31,8 @@ from compile_callbacks.passes.base import pass_identity
 
 _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
+_SAFE = r"[\w./+@:,=-]+"  # torch passes the paths of its files to the C++ compiler without quotes
+
 _active: list[CompileCache] = []  # the last cache sets the environment
 _environment_before: dict[str, str | None] = {}
 
@@ -40,7 +45,11 @@ def check_cache_dir(folder: Any) -> Path | None:
     name = os.fspath(folder)
     if not name:
         raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
-    path = Path(name).expanduser().absolute()
+    try:
+        path = Path(name).expanduser().absolute()
+    except RuntimeError as error:  # the user has no home folder
+        warn_user("CC401", f"cache_dir={name!r} is not used, and no code is cached there: {error}")
+        return None
     with contextlib.suppress(OSError):  # `begin` warns about a path that this user may not read
         if path.exists() and not path.is_dir():
             raise ValueError(with_code("CC401", f"cache_dir={folder!r} must be a folder, but is a file"))
@@ -52,11 +61,16 @@ class CompileCache:
     """Points ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder, from `begin` to `end`.
 
     torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
-    user may have write access. If the folder cannot be used, the run continues without it.
+    user may have write access. If the folder cannot be used, the run continues without it. If it can only be read,
+    torch uses a copy of it, which is deleted at the end.
     """
 
     folder: Path
     warn: Callable[[str], object]
+    used: Path = Path()  # what torch uses: the folder, a link to it, or a copy
+
+    def __post_init__(self) -> None:
+        self._temporary = contextlib.ExitStack()
 
     @property
     def active(self) -> bool:
@@ -71,7 +85,9 @@ class CompileCache:
             _make_private(self.folder)
             for name in _FOLDERS.values():
                 _make_private(self.folder / name, follow_links=False)
+            self.used = self._usable()
         except OSError as error:
+            self._temporary.close()
             self.warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
             return
         if not _active:
@@ -79,16 +95,34 @@ class CompileCache:
         _active.append(self)
         _set_environment()
 
+    def _usable(self) -> Path:
+        """Return the folder, or a folder that replaces it."""
+        try:
+            for name in _FOLDERS.values():
+                with tempfile.TemporaryFile(dir=self.folder / name) as file:
+                    file.write(b"0")
+        except OSError as error:
+            copy = Path(self._temporary.enter_context(tempfile.TemporaryDirectory()), "cache")
+            shutil.copytree(self.folder, copy)
+            self.warn(f"cache_dir={str(self.folder)!r} cannot be written, so only its present code is used: {error}")
+            return copy
+        if re.fullmatch(_SAFE, str(self.folder)):
+            return self.folder
+        link = Path(self._temporary.enter_context(tempfile.TemporaryDirectory()), "cache")
+        link.symlink_to(self.folder)
+        return link
+
     def end(self) -> None:
         """Stop using the folder, and restore the environment variables. Safe to call twice."""
         if self.active:
             _active.remove(self)
             _set_environment()
+            self._temporary.close()
 
 
 def _set_environment() -> None:
     for variable, name in _FOLDERS.items():
-        value = str(_active[-1].folder / name) if _active else _environment_before.pop(variable)
+        value = str(_active[-1].used / name) if _active else _environment_before.pop(variable)
         if value is None:
             os.environ.pop(variable, None)
         else:

@@ -135,6 +135,9 @@ def check_cache_folder() -> Check:
         name = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or error.filename or "the default folder"
         result = f"{name} cannot be written to: {error.strerror or error}"
         return Check("failed", result, "nothing compiles: modules run uncompiled", _OTHER_CACHE)
+    if " " in str(folder):
+        result = f"{folder} contains a space, and torch does not quote it for the C++ compiler"
+        return Check("failed", result, "modules on a CPU run uncompiled", "set TMPDIR to a folder without a space")
     free_gib = shutil.disk_usage(folder).free / 2**30
     result = f"{folder}, {free_gib:.1f} GiB free"
     if free_gib < _MIN_FREE_GIB:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, with_code
-from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line, root_cause
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
+
+_DAMAGE = (pickle.UnpicklingError, EOFError, ImportError, SyntaxError)
+"""The errors that a damaged file in a cache folder causes."""
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
@@ -72,7 +78,7 @@ class EagerFallback:
         self.recorder.record("fallback", self.key, reason=reason)
         message = (
             f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint}"
+            f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint(error)}"
         )
         self.warn("CC301", message)
 
@@ -87,13 +93,17 @@ class EagerFallback:
     def as_compile_error(self, error: BaseException) -> CompileError:
         """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
         target, phase = self.key[:2]
-        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint}"
+        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint(error)}"
         return CompileError(with_code("CC301", message))
 
-    @property
-    def _hint(self) -> str:
-        folder = self.settings.cache_dir
-        return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if folder else ""
+    def _hint(self, error: BaseException) -> str:
+        folder, used, cause = self.settings.cache_dir, str(_torch.inductor.cache_folder()), root_cause(error)
+        if isinstance(cause, subprocess.CalledProcessError) and " " in used:
+            return f". {used!r} contains a space, and torch does not quote it for the compiler: set TMPDIR"
+        # An error of dlopen has no number.
+        may_be_damage = isinstance(cause, _DAMAGE) or (isinstance(cause, OSError) and cause.errno is None)
+        may_be_damage &= folder is not None
+        return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if may_be_damage else ""
 
     def warn(self, code: str, message: str, *, about: Hashable = None) -> None:
         """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
