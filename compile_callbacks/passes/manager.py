@@ -116,8 +116,14 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
 
     def uuid(self) -> str | None:
         """Return a hash of the passes' uuids, the hook point and the phase, or ``None`` if a pass has no uuid."""
-        uuids = [graph_pass.uuid() for graph_pass in self.passes]
+        uuids = [self._uuid_of(graph_pass) for graph_pass in self.passes]
         return None if None in uuids else digest([self.hook, self.phase, *map(repr, uuids)])
+
+    def _uuid_of(self, graph_pass: Any) -> Any:
+        try:
+            return graph_pass.uuid() if hasattr(graph_pass, "uuid") else None
+        except Exception as error:
+            raise self._error(graph_pass, f"has a uuid() that raised {type(error).__name__}: {error}") from error
 
     def __deepcopy__(self, memo: object = None) -> PassManager:
         return self
@@ -138,10 +144,15 @@ def pass_options(
     *,
     skipped: Collection[Any] = (),
 ) -> dict[str, PassManager]:
-    """Return the Inductor options that run these passes, except ``skipped``, in one phase."""
+    """Return the Inductor options that run these passes, except ``skipped``, in one phase.
+
+    A pass that the user or another library has set in ``torch._inductor.config`` runs before the passes at its hook.
+    """
     options = {}
     for hook, option in HOOK_OPTIONS.items():
-        run = tuple(p for p in passes if pass_hook(p) == hook and not any(p is failed for failed in skipped))
+        at_hook = [graph_pass for graph_pass in passes if pass_hook(graph_pass) == hook]
+        of_process = [set_pass] if at_hook and (set_pass := _torch.inductor.option_value(option)) is not None else []
+        run = tuple(p for p in (*of_process, *at_hook) if not any(p is failed for failed in skipped))
         if run:
             options[option] = PassManager(run, hook, phase, on_run)
     return options
