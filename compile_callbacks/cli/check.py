@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))
         breaches, missing = compare(record, contract)
+        torch = record["environment"].get("torch")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         damaged = f"{path}: the record is damaged: {type(error).__name__}: {error}"
         sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
         return 2
-    torch = record["environment"].get("torch")
     notes = []
     if contract.get("torch", torch) != torch:
         notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")

@@ -69,6 +69,8 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         except (OSError, ValueError) as error:
             errors.append(f"{file} is damaged: {error}")
             continue
+        if not records:
+            errors.append(f"{file} contains no record")
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, _report_in(record))

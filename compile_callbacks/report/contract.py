@@ -101,9 +101,16 @@ def read_contract(path: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"{path} cannot be read: {error}") from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError(f"a key of {', '.join(map(repr, data))} occurs twice")
+    return data
 
 
 def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,6 +121,8 @@ def _checked(path: Path, prefix: str, data: Any, types: Mapping[str, Any]) -> di
             raise ContractError(f"{path}: {unknown('field', prefix + name, [prefix + known for known in types])}")
         if not isinstance(value, types[name]) or isinstance(value, bool):
             raise ContractError(f"{path}: {prefix}{name}={value!r} has the wrong type")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ContractError(f"{path}: {prefix}{name}={value!r} must be finite")
     return data
 
 
@@ -137,6 +146,8 @@ def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
                 allowed["graph_breaks"][kind] = value
             else:
                 allowed[figure_name] = float(f"{value:.4g}") if name in _MEASURED else value
+    if not any(phase in contract for phase in PHASES):
+        raise ContractError("the run compiled nothing, so a contract of its report would check nothing")
     return contract, left_out
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,17 +40,31 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     """Append a record to the file in a folder, and return its path. Replace a damaged file."""
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
-    try:
-        records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
     filesystem.makedirs(folder, exist_ok=True)
-    # Writes to a temporary file first, because a killed process must not leave half of a file.
-    filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
-    filesystem.mv(f"{path}.tmp", path)
+    with _other_processes_wait(folder):
+        try:
+            records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
+        # Writes to a temporary file first, because a killed process must not leave half of a file.
+        filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
+        filesystem.mv(f"{path}.tmp", path)
     return path
+
+
+@contextlib.contextmanager
+def _other_processes_wait(folder: str) -> Iterator[None]:
+    """Lock a folder. This has no effect on a URL, on another platform, and on a file system without locks."""
+    with contextlib.ExitStack() as at_end:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)
+            at_end.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def read_records(path: Path) -> list[Any]:

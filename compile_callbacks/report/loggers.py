@@ -109,11 +109,11 @@ def _folder_of_run(logger: Logger) -> str | None:
     """Return the folder in which a logger keeps the files of a run, or ``None`` if it has no folder."""
     if isinstance(folder := getattr(logger, "log_dir", None), str | os.PathLike):  # a DummyLogger has any attribute
         return os.fspath(folder)
-    if not logger.save_dir:
+    if not isinstance(logger.save_dir, str | os.PathLike) or not logger.save_dir:
         return None
     # The folder of the checkpoints in Lightning's ModelCheckpoint. Several runs share the save_dir.
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return f"{logger.save_dir.rstrip('/')}/{logger.name}/{version}"
+    return f"{os.fspath(logger.save_dir).rstrip('/')}/{logger.name}/{version}"
 
 
 @rank_zero_only

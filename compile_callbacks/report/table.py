@@ -66,7 +66,8 @@ def sections(report: RunReport) -> list[Section]:
                 where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else NOTHING
                 row = phase, event["target"], where, f"{reason}; {event['fix']}" if event.get("fix") else reason
                 kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
-                reasons[kind][row] += 1
+                if kind in reasons:  # a newer version of this library may know other kinds
+                    reasons[kind][row] += 1
         passes += [(phase, *_pass_row(run)) for run in diagnostics.passes]
         for trial in diagnostics.trials:
             figures = [cell(trial[name], form) for name, form in _TRIAL_FORMS.items()]
