@@ -8,8 +8,9 @@ import math
 import pickle
 import random
 import tempfile
+import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -69,6 +70,9 @@ def assert_same_training(
             weights and optimizer state, which consist of gradients.
         allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
 
+    A metric or an attribute that differs between two eager runs, such as a logged time, is not compared. A warning
+    names it.
+
     Raises:
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
             cannot tell; or if torch compiled nothing.
@@ -87,22 +91,10 @@ def assert_same_training(
     errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
     if not errors:
         return "same"
+    if not (errors := _comparable(errors, eager, _Run().train(*arguments), limit)):
+        return "same"
     noisy = _Run(noise=True).train(*arguments)
-    # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
-    chaotic = [s for s in {step for step, _ in keys} if _gradient_error(noisy, eager, s + 1) > limits["gradient"]]
-    noise: dict[str, float] = defaultdict(float)
-    differing: list[tuple[int, str]] = []
-    unclear: list[tuple[int, str]] = []
-    for step, name in keys:
-        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
-        error = errors.get((step, name), 0.0)
-        if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
-            continue  # the error is rounding
-        if noise[name] <= limit and (step < min(chaotic, default=math.inf) or math.isinf(error)):
-            if not differing or step == differing[0][0]:
-                differing.append((step, name))
-        elif name.startswith(("loss", "output", "metric")):
-            unclear.append((step, name))
+    differing, unclear, noise = _classify(errors, keys, eager, noisy, limit, limits["gradient"])
     if differing:
         (step, name), *further = sorted(differing, key=lambda key: -errors[key])
         also = f"; also different: {', '.join(value for _, value in further[:3])}" if further else ""
@@ -117,6 +109,42 @@ def assert_same_training(
         f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the last "
         f"bit moves eager by {noise[name]:.2g}"
     )
+
+
+def _classify(
+    errors: Mapping[tuple[int, str], float],
+    keys: Sequence[tuple[int, str]],
+    eager: _Run,
+    noisy: _Run,
+    limit: float,
+    gradient_limit: float,
+) -> tuple[list[tuple[int, str]], list[tuple[int, str]], Mapping[str, float]]:
+    """Return the values that differ by more than rounding, those for which it is unclear, and the noise of each."""
+    # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
+    chaotic = [s for s in {step for step, _ in keys} if _gradient_error(noisy, eager, s + 1) > gradient_limit]
+    noise: dict[str, float] = defaultdict(float)
+    differing: list[tuple[int, str]] = []
+    unclear: list[tuple[int, str]] = []
+    for step, name in keys:
+        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
+        error = errors.get((step, name), 0.0)
+        if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
+            continue  # the error is rounding
+        if noise[name] <= limit and (step < min(chaotic, default=math.inf) or math.isinf(error)):
+            if not differing or step == differing[0][0]:
+                differing.append((step, name))
+        elif name.startswith(("loss", "output", "metric")):
+            unclear.append((step, name))
+    return differing, unclear, noise
+
+
+def _comparable(errors: dict[tuple[int, str], float], eager: _Run, again: _Run, limit: float) -> Any:
+    """Return the errors without those of metrics and attributes that differ between two eager runs."""
+    changing = {key[1] for key in errors if _error(again.values.get(key), eager.values.get(key)) > limit}
+    if not_comparable := sorted(name for name in changing if name.startswith(("metric ", "attribute "))):
+        names = ", ".join(not_comparable)
+        warnings.warn(f"not compared, because they differ between two eager runs: {names}", stacklevel=3)
+    return {key: error for key, error in errors.items() if key[1] not in not_comparable}
 
 
 def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
