@@ -27,6 +27,9 @@ candidate with eager, and one false result of them is enough for a wrong choice.
 MIN_SPEEDUP = 1.01
 """The speedup over eager that a candidate needs."""
 
+CLEAR_SPEEDUP = 1.5
+"""The speedup of a candidate without graph breaks over the same candidate with them that noise does not explain."""
+
 MAX_BLOCKS = 4
 """The number of blocks after which a candidate without enough samples is not compared."""
 
@@ -144,7 +147,9 @@ class Tuner:
     def _heal(self, trial: Trial, block: Block) -> None:
         """Add a candidate without the graph breaks of a trial, or end the trial of one that has as many."""
         trial.graphs, trial.breaks = block.graphs, block.breaks
-        if trial.verdict == "undecided" and trial.unhealed is not None and trial.graphs >= trial.unhealed.graphs:
+        base = trial.unhealed
+        # Without graphs of the base, torch skipped the frame with the break.
+        if trial.verdict == "undecided" and base is not None and 0 < base.graphs <= trial.graphs:
             trial.decide("not faster", f"{', '.join(trial.healing)} did not reduce the number of graphs")
         elif trial.verdict != "wrong" and block.healing and not any(each.unhealed for each in self.trials.values()):
             healed = trial.healed(block.healing)
@@ -218,7 +223,8 @@ class Tuner:
         fastest = min(measured, key=lambda pair: pair[0])[1] if measured else None
         if fastest is not None and (base := fastest.unhealed) in self._undecided():
             comparison = compare(base.blocks, fastest.blocks, LEVEL) if base is not None else None
-            if comparison is None or comparison.low <= MIN_SPEEDUP:
+            # One block of each shows no small difference. The final compares with eager.
+            if comparison is None or (comparison.low <= MIN_SPEEDUP and comparison.ratio < CLEAR_SPEEDUP):
                 fastest.decide("not faster", f"{fastest.effect()}, which is within noise")
                 return self._fastest()
         return fastest
