@@ -36,6 +36,13 @@ def option_type(name: str) -> Any:
     return config.get_type(name)  # type: ignore[attr-defined]
 
 
+def option_value(name: str) -> Any:
+    """Return the value of an Inductor option that the process has set, or its default."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
 def has_cutlass() -> bool:
     """Return whether Inductor finds the CUTLASS library."""
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
@@ -84,6 +91,13 @@ def start_compile_processes() -> None:
 
     maybe_warm_pool()
     AsyncCompile.wakeup()
+
+
+def compile_processes() -> int:
+    """Return the number of processes in which Inductor may compile kernels, which the user can set."""
+    from torch._inductor import config
+
+    return config.compile_threads or 1
 
 
 def compile_graph(

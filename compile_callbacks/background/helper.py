@@ -18,6 +18,7 @@ from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks.background import IS_HELPER
 from compile_callbacks.graphs.requested_graph import RequestedGraph
 from compile_callbacks.graphs.requests import CompileAnswer, RequestQueue
 from compile_callbacks.profiling.events import CompileKey
@@ -27,9 +28,6 @@ IDLE_SECONDS = 300.0
 
 LIMIT_SECONDS = 3600.0
 """The time after which a process that has not answered counts as hanging."""
-
-MAX_COMPILERS = 16
-"""The maximum number of processes that compile kernels. Two processors are left for the training."""
 
 
 class Helper:
@@ -48,13 +46,15 @@ class Helper:
         self._compilers = 1
 
     def start(self, *, trains_on_cpu: bool, ranks: int) -> None:
-        """Start the process before its first request.
+        """Start the process before its first request. Do nothing if it runs.
 
         It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
         by spinning. With a low priority, the process would get almost no processor time.
         """
+        if self._conversation is not None:
+            return
         self._trains_on_cpu = trains_on_cpu
-        self._compilers = max(1, min(MAX_COMPILERS, ((os.cpu_count() or 1) - 2) // ranks))
+        self._compilers = max(1, min(_torch.inductor.compile_processes(), (_processors() - 2) // ranks))
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
             self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
 
@@ -105,27 +105,43 @@ _Answer = tuple[RequestedGraph, CompileAnswer] | str
 """The compiled code of a graph, or the reason why the process ended or hangs."""
 
 
+def _processors() -> int:
+    """Return the number of processors that this process may use, such as those of a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Conversation:
     """One helper process, and the thread that waits for its answers."""
 
     def __init__(self, trains_on_cpu: bool, compilers: int) -> None:
+        if IS_HELPER in os.environ:
+            raise RuntimeError("this process was started by a helper process, and starts none itself")
+        if getattr(sys, "frozen", False) or not Path(sys.executable).name.startswith(("python", "pypy")):
+            raise RuntimeError(f"sys.executable is {sys.executable!r}, which is not a Python interpreter")
         self._trains_on_cpu = trains_on_cpu
         self._requests: queue.SimpleQueue[RequestedGraph | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (stop closes it)
         ours, theirs = Pipe()
         worker = "compile_callbacks.background.worker", str(theirs.fileno()), "0" if trains_on_cpu else "5"
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # imports what this process imports
-        with theirs:
+        with theirs, contextlib.ExitStack() as after_failure:
+            after_failure.callback(ours.close)
+            self._errors = after_failure.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", *worker],
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(compilers)},
+                env={
+                    **os.environ,
+                    IS_HELPER: "1",
+                    "PYTHONPATH": path,
+                    "TORCHINDUCTOR_COMPILE_THREADS": str(compilers),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 process_group=0,  # so that one signal also ends its compilers, and Ctrl-C does not reach it
             )
+            after_failure.pop_all()  # `stop` closes the file, and the thread closes the connection
         self._thread = threading.Thread(target=self._converse, args=(ours,), daemon=True, name="compile_callbacks")
         self._thread.start()
 
@@ -148,8 +164,9 @@ class _Conversation:
     def stop(self) -> None:
         """End the process, and wait until it has ended."""
         self._requests.put(None)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.poll() is None:  # otherwise, another process may have its number
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._errors.close()
 

@@ -13,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from compile_callbacks.background import IS_HELPER
+
 if TYPE_CHECKING:
     from compile_callbacks.callbacks.inductor_compile import InductorCompile
 
@@ -45,7 +47,7 @@ class CompileFromEnvironment(Callback):
 
 def callbacks_from_environment() -> list[Callback]:
     """Return the callback for the mode in the environment variable, or no callback if the variable is not set."""
-    if not (value := os.environ.get(VARIABLE, "")):
+    if not (value := os.environ.get(VARIABLE, "")) or IS_HELPER in os.environ:
         return []
     from compile_callbacks.callbacks.inductor_compile import InductorCompile
     from compile_callbacks.tuning.tune import as_phase_config
