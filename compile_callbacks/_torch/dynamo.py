@@ -204,6 +204,11 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         open_ += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
 
 
+def is_disabled() -> bool:
+    """Return whether ``TORCH_COMPILE_DISABLE=1`` disables ``torch.compile``."""
+    return torch._dynamo.config.disable
+
+
 def is_dynamo_wrapper(module: object) -> bool:
     """Return whether ``torch.compile(module)`` returned this object."""
     return isinstance(module, torch._dynamo.OptimizedModule)

@@ -44,7 +44,7 @@ class GraphBackend:
         self.graphs = 0  # the number of compiled graphs
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
-        self.weights = 0  # the number of weights that are inputs of the compiled graphs; each graph counts its own
+        self._weights = set[int]()  # the ids of the weights that are inputs of the compiled graphs
         # torch never frees a backend, so a backend must not keep the module alive.
         self._target = weakref.ref(target)
         self._modules = [weakref.ref(member.module) for member in target.members]
@@ -104,7 +104,7 @@ class GraphBackend:
             graph = new_graph()
             use(graph, compiled)
         self.graphs += 1
-        self.weights += sum(isinstance(value, torch.nn.Parameter) for value in example_inputs)
+        self._weights.update(id(value) for value in example_inputs if isinstance(value, torch.nn.Parameter))
         return graph
 
     def _requested_graph(
@@ -178,7 +178,7 @@ class GraphBackend:
         member = target.members[0]
         if member.method is not None or member.sharded:
             return None
-        return self.weights, sum(1 for _ in member.module.parameters())
+        return len(self._weights), sum(1 for _ in member.module.parameters())
 
     def _check_template(self, device: torch.device) -> None:
         """Report once if the template falls back on this device. The first graph tells the device."""

@@ -179,8 +179,6 @@ class PhaseFacts:
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        if not self.with_details:
-            return None
         if self._config is not None and 2 * self.steps["eager"] > self.steps.total():
             return "still compiling" if self.waits or self._was_not_called else "not compiled"
         comparison = self.times.comparison

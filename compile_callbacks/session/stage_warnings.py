@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 
 import torch
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.config.inductor_config import InductorConfig, Variant
-from compile_callbacks.profiling.comparison import compare, median_ms
+from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 
-RECENT_WINDOWS = 3
-"""The number of the latest windows of compiled steps that are compared with the eager steps."""
+MAX_UNWARNED_RATIO = 0.95
+"""The speedup above which slower steps are not worth a warning."""
 
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
@@ -71,6 +71,12 @@ class SessionWarnings:
             without_effect.append(("cudagraph_skip", message, reason))
         for kind, message, _ in without_effect if warns else ():
             self._warn.warn("CC204", message, about=(phase, kind))
+
+    def check_disabled(self) -> None:
+        """Warn that torch compiles nothing, before the steps of the baseline."""
+        if _torch.dynamo.is_disabled():
+            message = "TORCH_COMPILE_DISABLE is set, so torch compiles nothing, and all steps run eagerly"
+            self._warn.warn("CC101", message, about="disabled")
 
     def check_repeatable(self) -> None:
         """Warn that a run in the background is not repeatable, if the user asked for repeatable results."""
@@ -133,25 +139,17 @@ class SessionWarnings:
                 self._warn.warn("CC102", message, about=target.name)
 
     def check_step_times(self, phase: Phase, variant: Variant) -> None:
-        """Warn if the latest compiled steps are slower than eager steps of the same workload."""
-        slower: list[tuple[float, str]] = []
-        all_eager = self._timer.baseline(phase)
-        all_compiled = self._timer.windows(phase, variant.name)
-        for workload in all_eager.keys() & all_compiled.keys():
-            eager, latest = all_eager[workload], all_compiled[workload][-RECENT_WINDOWS:]
-            comparison = compare([eager], latest)
-            if comparison is not None and comparison.outcome == "slower":
-                samples = list(itertools.chain(*latest))
-                eager_ms, latest_ms = median_ms(eager) or 0.0, median_ms(samples) or 0.0
-                figures = f"{latest_ms:.2f} ms in the last {len(samples)}, eager {eager_ms:.2f} ms"
-                slower.append((latest_ms - eager_ms, figures))
-        if not slower:
+        """Warn if the compiled steps are slower than eager steps, by the rule of the report's verdict and by 5%."""
+        times = self._timer.times(phase, variant.name)
+        comparison = times.comparison
+        if comparison is None or comparison.outcome != "slower" or comparison.ratio > MAX_UNWARNED_RATIO:
             return
+        figures = f"{median_ms(times.compiled_ms):.2f} ms, eager {median_ms(times.eager_ms):.2f} ms"
         events = [e for e in reversed(self._recorder.events) if e.phase == phase and e.candidate == variant.name]
         of_kind = ([event for event in events if event.kind == kind] for kind in _CAUSES)
         cause = next((found[-1 if found[0].kind == "graph_break" else 0] for found in of_kind if found), None)
         message = (
-            f"compiled {phase} steps are slower than eager steps ({max(slower)[1]}). {_describe(cause)}. "
+            f"compiled {phase} steps are slower than eager steps ({figures}). {_describe(cause)}. "
             f"{phase}_mode='eager' leaves the phase eager"
         )
         self._warn.warn("CC501", message, about=(phase, cause and (cause.kind, cause.reason)))
@@ -189,6 +187,8 @@ class SessionWarnings:
                 return
         reason = compiled_target.why_no_graph
         self._recorder.record("eager_call", key, reason=reason, code="CC101")
+        if _torch.dynamo.is_disabled():
+            return
         message = f"target {key.target!r} ran in the {key.phase} phase without a compiled graph: {reason}"
         self._warn.warn("CC101", message, about=key[:2])
 
