@@ -14,7 +14,7 @@ from torch import nn
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import explain_unknown_arguments
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.calls.dispatcher import compiled_target_names
+from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
 from compile_callbacks.graphs.failures import OnError, Verify
 from compile_callbacks.report.report import CompileReport
@@ -232,7 +232,7 @@ def _session_of(module: Any) -> Session | None:
     """Find the session in the dispatchers of a module. A registry of sessions would keep the module alive."""
     for submodule in module.modules() if isinstance(module, nn.Module) else ():
         for value in vars(submodule).values():
-            session = getattr(value, "session", None)
-            if isinstance(session, Session) and session.module is module:
-                return session
+            # A property of another object would be the user's code.
+            if isinstance(value, Dispatcher) and value.session is not None and value.session.module is module:
+                return value.session  # type: ignore[no-any-return]
     return None
