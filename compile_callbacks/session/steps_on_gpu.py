@@ -33,7 +33,9 @@ class StepsOnGpu:
 
     def step_begins(self, phase: Phase, variant: Variant) -> None:
         """Begin a step."""
-        torch.compiler.cudagraph_mark_step_begin()
+        if variant.config is not None and variant.config.uses_cudagraphs:
+            # The counter of these calls belongs to the process, and also ends the steps of the user's own CUDA graphs.
+            torch.compiler.cudagraph_mark_step_begin()
         trains_compiled = phase == "train" and variant.config is not None
         # Another callback of the trainer may have changed the setting already.
         if trains_compiled and not self._several_devices and torch.autograd.is_multithreading_enabled():
