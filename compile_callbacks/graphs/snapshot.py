@@ -67,5 +67,6 @@ class Snapshot:
             # Skip equal buffers, because any write makes weights look changed. Only dense tensors can be compared.
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 versioned = () if buffer.is_inference() else (buffer,)
-                with _torch.autograd.preserve_versions(versioned):  # an earlier eager call may have saved it
+                # An earlier eager call may have saved it.
+                with torch.inference_mode(buffer.is_inference()), _torch.autograd.preserve_versions(versioned):
                     buffer.copy_(value)

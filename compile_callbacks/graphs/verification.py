@@ -123,7 +123,7 @@ class Verification:
             message += "; the graph runs eagerly from here on, because rounding errors are never this large"
         rejects = settings.verify == "eager" or comparison.is_wrong
         if rejects:
-            self.fallback.recorder.record("fallback", self.fallback.key, reason=reason)
+            self.fallback.recorder.record("fallback", self.fallback.key, reason=reason, code="CC302")
         self.fallback.warn("CC302", message)
         return not rejects
 
