@@ -78,11 +78,11 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
 
     torch documents ``torch._inductor.aoti_load_package`` for this. The loaded function parses two tree specs in each
     call, which takes longer than a small model. Our function parses the spec of the outputs once, and needs no spec of
-    the inputs.
+    the inputs. With an empty cache, torch's function also compiles programs to find the processor's instructions.
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
-    loader = torch._inductor.aoti_load_package(path).loader
+    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     outputs = treespec_loads(loader.get_call_spec()[1])
 
     def run(tensors: list[torch.Tensor]) -> Any:

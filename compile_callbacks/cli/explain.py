@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.resources
 import re
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
-EXPLANATIONS = Path(__file__).parent / "explanations"
-"""The folder of the Markdown files. Each has a title, and an entry ``## CC101: Title`` for each code of its range."""
+EXPLANATIONS = importlib.resources.files(__package__ or "") / "explanations"
+"""The folder of the Markdown files, which may be in a zip file. Each file has a title, and an entry ``## CC101: Title``
+for each code of its range."""
 
 _ENTRY = re.compile(r"^## (CC\d{3}): ([^\n]+)\n\n(.+?)\n*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -25,7 +26,8 @@ class Entry(NamedTuple):
 
 def read_entries() -> dict[str, Entry]:
     """Read the entry of each code, in the order of the files."""
-    files = [file.read_text(encoding="utf-8") for file in sorted(EXPLANATIONS.glob("*.md"))]
+    paths = sorted(EXPLANATIONS.iterdir(), key=lambda path: path.name)
+    files = [path.read_text(encoding="utf-8") for path in paths if path.name.endswith(".md")]
     return {code: Entry(code, *entry) for file in files for code, *entry in _ENTRY.findall(file)}
 
 

@@ -108,9 +108,12 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
         with _torch.export.own_warnings_off():
             run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
     except Exception as error:
-        versions = f"torch {metadata.get('torch')} wrote it, and this is torch {torch.__version__}"
-        reason = in_one_line(describe_failure(error))
-        raise _not_loaded(f"{path} cannot be loaded by this torch ({versions}): {reason}") from error
+        reason, written_by = in_one_line(describe_failure(error)), metadata.get("torch")
+        if written_by != torch.__version__:
+            reason += f"; torch {written_by} wrote it, and this is torch {torch.__version__}"
+        if "map segment" in reason:
+            reason += f"; files in {tempfile.gettempdir()!r} must be executable, or set TMPDIR to another folder"
+        raise _not_loaded(f"{path} cannot be loaded: {reason}") from error
     return ExportedModule(path=path, format=content, device=device, spec=spec, run=run)
 
 
