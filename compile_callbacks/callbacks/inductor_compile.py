@@ -193,7 +193,10 @@ class InductorCompile(Callback):
             optimizer_steps = trainer.global_step - self._global_step_before
             accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
         if (session := self._calls.active) is not None:
-            session.step_ends("train", batch, accumulated)
+            try:
+                session.step_ends("train", batch, accumulated)
+            except Exception as error:
+                self._calls.give_up("measure a step", error)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
         if every and (batch_idx + 1) % every == 0:
             self._calls.log_scalars(trainer, details=False)
@@ -231,8 +234,10 @@ class InductorCompile(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if (session := self._calls.active) is not None:
-            loader = f"{trainer.state.stage} {dataloader_idx}" if self._step_is_timed else ""
-            session.step_ends(loader, batch)
+            try:
+                session.step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
+            except Exception as error:
+                self._calls.give_up("measure a step", error)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -256,9 +261,9 @@ class InductorCompile(Callback):
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         if (session := self._calls.prepare(trainer, pl_module)) is not None:
             frozen = trainer.state.fn != "fit"
-            session.stage_begins(Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=frozen))
             if not trainer.sanity_checking:
-                session.plan(remaining_steps(trainer))
+                session.plan(remaining_steps(trainer))  # first, because another callback may call the module now
+            session.stage_begins(Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=frozen))
 
     def _end_stage(self, phase: Phase) -> None:
         if (session := self._calls.active) is not None:

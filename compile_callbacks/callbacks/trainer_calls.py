@@ -6,6 +6,7 @@ report to the loggers, a file and the terminal.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -18,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.utils.hooks import RemovableHandle
 
-from compile_callbacks._utils.errors import warn_user, with_code
+from compile_callbacks._utils.errors import CompileError, warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
@@ -57,6 +58,7 @@ class TrainerCalls:
         self.active: Session | None = None  # the session if it is running, except in a nested call
         self.last_report = last_report or LastReport()
         self._printed = False  # whether the report was printed
+        self._gave_up = False  # whether the rest of the call runs eagerly, because this library failed
         self._trainer: Trainer | None = None  # the trainer of the running call
         self._key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
         self._nested: list[Trainer] = []  # the trainers of the nested calls, the outermost first
@@ -78,6 +80,7 @@ class TrainerCalls:
                 return
             self._close()
         self._nested.clear()
+        self._gave_up = False
         self._trainer, self._key_matcher = trainer, match_orig_mod_keys(pl_module)
         _unwrap_compiled(pl_module, self.arguments, trainer)
 
@@ -86,7 +89,7 @@ class TrainerCalls:
 
         In the first hook of a call, begin the session and install the targets.
         """
-        if self._is_nested(trainer):
+        if self._is_nested(trainer) or self._gave_up:
             return None
         session, arguments = self.session, self.arguments
         if session is None or session.module is not pl_module:
@@ -108,13 +111,28 @@ class TrainerCalls:
                 print_line=functools.partial(print_line, trainer),
             )
         if not session.running:
-            session.begin(
-                precision=str(trainer.precision),
-                all_ranks=trainer.world_size > 1,
-                stopping=functools.partial(is_stopping, weakref.ref(trainer)),
-            )
+            try:
+                session.begin(
+                    precision=str(trainer.precision),
+                    all_ranks=trainer.world_size > 1,
+                    stopping=functools.partial(is_stopping, weakref.ref(trainer)),
+                )
+            except Exception as error:
+                self.give_up("begin the run", error)
+                return None
         self.active = session
         return session
+
+    def give_up(self, what: str, error: Exception) -> None:
+        """Warn about an error of this library's own bookkeeping, and run the rest of the call eagerly."""
+        if isinstance(error, (Warning, CompileError)):  # the user's settings turn these into errors
+            raise error
+        reason = in_one_line(describe_failure(error))
+        warn_user("CC106", f"InductorCompile could not {what}: {reason}. The rest of the run is eager")
+        self._gave_up, self.active = True, None
+        if self.session is not None:
+            with contextlib.suppress(Exception):
+                self.session.discard()
 
     def end(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         """End a call, and write its report. A nested call has no report."""
@@ -159,8 +177,12 @@ class TrainerCalls:
     def log_scalars(self, trainer: Trainer, *, details: bool = True) -> None:
         """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
         if self.active and trainer.loggers and trainer.is_global_zero:
-            scalars = self.active.report(details=details).scalars()
-            loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
+            try:
+                scalars = self.active.report(details=details).scalars()
+            except Exception as error:
+                self.give_up("compute the logged figures", error)
+            else:
+                loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
 
     def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""

@@ -136,9 +136,8 @@ class Session:
             self._requests.in_run, self._requests.failure = True, None
             self._requests.takes_trials = self._ranks.size == 1
             self._warnings.check_repeatable()
-        if self._helper is not None:
-            self._helper.start(trains_on_cpu=device.type == "cpu", ranks=self._ranks.size)
         if self._arguments.compiles:
+            self._warnings.check_disabled()
             self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
@@ -192,6 +191,8 @@ class Session:
         """Begin or continue a stage. A running step is not measured."""
         self._search.step_ends()
         self.stage, self._stage_is_new, self._step, self._counted = stage, True, None, None
+        if self._helper is not None and not stage.eager and stage.phase not in self._arguments.uncompiled:
+            self._helper.start(trains_on_cpu=device_of(self.module).type == "cpu", ranks=self._ranks.size)
         self._policy = self._policies.policy_of(stage)
         self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
 
