@@ -11,6 +11,7 @@ from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare, median_
 from compile_callbacks.profiling.spans import Span
 from compile_callbacks.profiling.step_timer import StepTimer
 from compile_callbacks.profiling.steps import Step
+from compile_callbacks.tuning.ranks import Ranks
 
 LEAST_SECONDS = 60.0
 """The duration of the rest of a run for which a compile is requested, unless an earlier run recorded its duration."""
@@ -27,7 +28,7 @@ class BackgroundPolicy:
 
     The policy compares only if compiled steps look slower than the eager baseline: after `BLOCK_SAMPLES` samples, and
     again each time the number of steps has quadrupled. The comparison alternates blocks of eager and of compiled steps
-    at the same time of the run, and uses the one rule of `compare`.
+    at the same time of the run, and uses the one rule of `compare`. With several ranks, the policy compares nothing.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BackgroundPolicy:
         timer: StepTimer,
         record: Callable[[str, str], None],
         known_seconds: Callable[[], float],
+        ranks: Ranks,
     ) -> None:
         self.variant = variant
         self.steps_left = float("inf")
@@ -47,6 +49,7 @@ class BackgroundPolicy:
         self._timer = timer
         self._record = record
         self._known_seconds = known_seconds
+        self._ranks = ranks
         self._captured = self._ready = self._compared = self._is_short = False
         self._next_look = BLOCK_SAMPLES
         self._block_steps = 0
@@ -70,7 +73,8 @@ class BackgroundPolicy:
         self._captured |= step.variant is self.variant and (step.compiling or step.kind != "eager")
         if self._blocks is not None:
             self._continue(step)
-        elif self._ready and not self._compared and step.kind != "eager":
+        # Each step takes as long as that of the slowest rank, so a rank cannot decide by its own times.
+        elif self._ready and not self._compared and step.kind != "eager" and self._ranks.size == 1:
             steps = self._timer.steps(self._phase, self.variant.name)
             if steps.total() - steps["eager"] >= self._next_look and self._looks_slower():
                 self._blocks = [[]]

@@ -349,7 +349,8 @@ class Session:
 
         assert self._requests is not None
         known_seconds = functools.partial(self._progress.known_seconds, phase)
-        return BackgroundPolicy(phase, variant, self._requests, self._measurements.timer, record, known_seconds)
+        timer, ranks = self._measurements.timer, self._ranks
+        return BackgroundPolicy(phase, variant, self._requests, timer, record, known_seconds, ranks)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""

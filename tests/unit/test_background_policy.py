@@ -21,7 +21,7 @@ WAITING = SimpleNamespace(key=CompileKey("net", "train"))
 class Run:
     """Steps of a phase, on a simulated clock."""
 
-    def __init__(self, *, eager_ms=2.0, compiled_ms=1.0, known_seconds=0.0, steps_left=math.inf, baseline=12):
+    def __init__(self, *, eager_ms=2.0, compiled_ms=1.0, known_seconds=0.0, steps_left=math.inf, baseline=12, ranks=1):
         self.recorded, self.names = [], []
         self.ms = {"eager": eager_ms, "waiting": eager_ms, None: compiled_ms}
         self.captured = False
@@ -34,6 +34,7 @@ class Run:
             self.timer,
             lambda kind, reason: self.recorded.append((kind, reason)),
             lambda: known_seconds,
+            SimpleNamespace(size=ranks),
         )
         self.policy.steps_left = steps_left
         for _ in range(baseline):
@@ -93,6 +94,14 @@ def test_slower_steps_go_back_to_eager_after_one_comparison():
     assert run.recorded == [("sent_back", "compiled steps were slower in alternating blocks (2.00 → 2.50 ms)")]
     assert sum(count for name, count in names[1:-1]) <= 6 * (BLOCK_SAMPLES + 2)
     assert run.steps(1000) == [("eager", 1000)]
+
+
+def test_a_rank_does_not_go_back_by_its_own_times():
+    """Each step lasts as long as that of the slowest rank."""
+    run = Run(compiled_ms=2.5, ranks=2)
+    run.steps(5)
+    run.requests.waiting.clear()
+    assert run.steps(300) == [(None, 300)]
 
 
 def test_steps_that_only_look_slower_stay_compiled():
