@@ -107,9 +107,9 @@ def _first_time(what: str, logger: Logger) -> bool:
 
 def _folder_of_run(logger: Logger) -> str | None:
     """Return the folder in which a logger keeps the files of a run, or ``None`` if it has no folder."""
-    if isinstance(folder := getattr(logger, "log_dir", None), str | os.PathLike):  # a DummyLogger has any attribute
+    if isinstance(folder := getattr(logger, "log_dir", None), str | Path):  # a mock is an os.PathLike
         return os.fspath(folder)
-    if not isinstance(logger.save_dir, str | os.PathLike) or not logger.save_dir:
+    if not isinstance(logger.save_dir, str | Path) or not logger.save_dir:
         return None
     # The folder of the checkpoints in Lightning's ModelCheckpoint. Several runs share the save_dir.
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"

@@ -14,7 +14,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
 from compile_callbacks.passes import RecordGraphs, call_before, count_ops, find_nodes, replace_node
-from compile_callbacks.passes.testing import check_pass
+from compile_callbacks.passes.testing import PassCheck, check_pass
 from tests.support.models import Classifier, Wrapper, loader, trainer
 from tests.support.processes import run_in_new_process
 
@@ -144,6 +144,10 @@ def test_nodes_are_found_counted_inserted_and_replaced():
     assert result.max_abs_error > 0
     with pytest.raises(AssertionError, match="not close"):
         result.assert_close()
+
+
+def test_a_check_compares_imaginary_parts():
+    assert PassCheck((), (), torch.tensor([1 + 5j]), torch.tensor([1 + 1j])).max_abs_error == 4
 
 
 # ------------------------------------------------------------------------------------------ failures

@@ -167,6 +167,30 @@ def test_new_shapes_in_the_final_do_not_end_the_trial_of_a_healed_candidate():
     assert tuned.trials[healed]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.6x"
 
 
+class Looping(Net):
+    """Has a graph break in a loop, so that torch skips the frame."""
+
+    def __init__(self, gpu):
+        super().__init__(gpu)
+        self.net = Scaling(8, 3)
+
+
+class Scaling(nn.Linear):
+    def forward(self, x):
+        for _ in range(3):
+            x = x * (1 + x.abs().max().item())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Breaking, Looping])
+def test_a_healed_candidate_that_is_much_faster_is_not_rejected_for_its_graphs_or_for_noise(make):
+    """The candidate and the one that it heals have one block each, whose steps vary."""
+    healed = "dynamo={'capture_scalar_outputs': True}"
+    ms = {"eager": noisy(1000, 0.1), A: noisy(900, 0.1, spikes=0.3), healed: noisy(300, 0.1)}
+    tuned = Tuned(ms, "auto", steps=120, make=make)
+    assert (tuned.mode, tuned.trials[healed]["verdict"]) == (healed, "chosen")
+
+
 # ------------------------------------------------------------------------------------------ which candidates are tried
 
 

@@ -67,11 +67,19 @@ def test_report_leaves_out_damaged_records_and_files(tmp_path, command):
     damaged = [f"{file}, record {number} is damaged: " for number, _ in enumerate(DAMAGED, 1)]
     for number, content in enumerate(["", "[" * 100_000, "{}"]):
         damaged += [f"{write(tmp_path / f'b{number}', content)} is damaged: "]
+    damaged += [f"{write(tmp_path / 'b9', [])} contains no record"]
     write(tmp_path / "c", [RECORD])
     for option in ([], ["--json"]):
         printed = command("report", *option, tmp_path, status=2)
         assert printed.out.count("reduce-overhead") == 2
         assert all(begin in line for begin, line in zip(damaged, printed.err.splitlines(), strict=True)), printed.err
+
+
+def test_report_prints_the_record_of_a_newer_version_without_its_unknown_events(tmp_path, command):
+    events = [{**EVENT, "kind": "from the future"}, EVENT]
+    file = write(tmp_path / "a", [{**RECORD, "report": {"train": {**TRAIN, "diagnostics": {"events": events}}}}])
+    out = command("report", file).out
+    assert ("m.py:3" in out, "future" in out) == (True, False)
 
 
 def test_report_refuses_a_path_without_a_report(tmp_path, command):

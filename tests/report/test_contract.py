@@ -160,9 +160,11 @@ def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(record, 
         (lambda c, r: c["train"].update(graphs="1"), "train.graphs='1' has the wrong type"),
         (lambda c, r: c["train"]["graph_breaks"].update(x=True), "train.graph_breaks.x=True has the wrong type"),
         (lambda c, r: c.update(margin=-1), "margin=-1 must be a number from 0 on"),
-        (lambda c, r: c.update(margin=float("nan")), "margin=nan must be a number from 0 on"),
+        (lambda c, r: c.update(margin=float("nan")), "margin=nan must be finite"),
         (lambda c, r: c["train"].update(targets=[[1]]), "train.targets must be a list of names"),
         (lambda c, r: [c.pop(phase) for phase in ("train", "infer")], "checks nothing"),
+        (lambda c, r: c["train"].update(speedup=float("nan")), "train.speedup=nan must be finite"),
+        (lambda c, r: r.pop("environment"), "the record is damaged: KeyError: 'environment'"),
         (lambda c, r: c.update(version=2), "version=2, but this library reads version 1"),
         (lambda c, r: c.update(call="test"), "contains no record of a call of test"),
         (lambda c, r: c["train"].update(peak_memory_mib=1.0), "no figure for train.peak_memory_mib"),
@@ -184,6 +186,21 @@ def test_missing_and_damaged_files_are_errors(golden, contract, tmp_path, comman
     for path, against in (("none.json", "contract.json"), ("damaged.json", "contract.json"), (FILE, "none.json")):
         printed = command("check", tmp_path / path, "--against", tmp_path / against, status=2)
         assert "cannot be read" in printed.err
+
+
+def test_a_contract_that_names_a_figure_twice_is_an_error(golden, tmp_path, command):
+    (tmp_path / "contract.json").write_text('{"version": 1, "train": {"graphs": 0, "graphs": 9}}')
+    printed = command("check", golden.board, "--against", tmp_path / "contract.json", status=2)
+    assert "a key of 'graphs' occurs twice" in printed.err
+
+
+def test_a_run_that_compiled_nothing_gives_no_contract(record, tmp_path, check):
+    """Such a contract would check nothing."""
+    for phase in ("train", "infer"):
+        record["report"][phase]["diagnostics"]["events"] = []
+    check(record, {}, "--write", status=2)
+    assert "the run compiled nothing" in check.stderr
+    assert json.loads((tmp_path / "contract.json").read_text()) == {}
 
 
 def test_figures_without_certainty_are_no_breach(record, contract, tmp_path, check):
