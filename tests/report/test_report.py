@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import fsspec
@@ -15,7 +13,6 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
-from compile_callbacks.report.file import append_record
 from tests.report.conftest import FILE
 from tests.support.models import Classifier, LoggerIn, RecordingLogger, Wrapper, fit
 from tests.support.step_times import TimedSteps, Times
@@ -253,14 +250,6 @@ def test_a_damaged_file_is_replaced_with_a_warning(content, tmp_path):
     with pytest.warns(CompileWarning, match="is damaged and will be replaced"):
         run(LoggerIn(tmp_path))
     assert len(json.loads((tmp_path / FILE).read_text())) == 1
-
-
-def test_processes_that_write_one_file_lose_no_record(tmp_path):
-    """Threads stand for the processes. Each opens the folder for itself."""
-    write = functools.partial(append_record, fsspec.filesystem("file"), str(tmp_path))
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(write, [{"number": number} for number in range(80)]))
-    assert sorted(record["number"] for record in json.loads((tmp_path / FILE).read_text())) == [*range(80)]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):

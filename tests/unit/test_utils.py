@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import fsspec
 import pytest
 import torch
 
@@ -15,6 +19,8 @@ from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import append_record
 
 
 def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
@@ -84,3 +90,11 @@ def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(fra
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
     assert free_memory(torch.device("cuda", 0)) == free
     assert free_memory(torch.device("cpu")) is None
+
+
+def test_processes_that_write_one_file_lose_no_record(tmp_path):
+    """Threads stand for the processes. Each opens the folder for itself."""
+    write = functools.partial(append_record, fsspec.filesystem("file"), str(tmp_path))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, [{"number": number} for number in range(80)]))
+    assert sorted(record["number"] for record in json.loads((tmp_path / FILE_NAME).read_text())) == [*range(80)]
