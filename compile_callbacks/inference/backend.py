@@ -129,7 +129,8 @@ class InductorBackend:
         """Compile a module by calling it once with each sample, without gradients.
 
         Afterwards, the method restores buffers and random number generators. If the method fails, it restores the
-        module. With CUDA graphs, the next call with the shapes of a sample records the CUDA graph.
+        module. With CUDA graphs, the next call with the shapes of a sample records the CUDA graph. If you call `infer`
+        under autocast, call this method under the same autocast: otherwise, the first such call compiles again.
 
         Args:
             module: The module, with its weights on one device. The method moves the module to ``device`` and puts it

@@ -57,7 +57,7 @@ def wrong(name, module, *sizes, **expect):
     callback = {"passes": [WrongForward("train", *sizes)], "verify": "eager", "train_mode": {"dynamic": False}}
     expect = dict.fromkeys([*UNSURPRISING, "train.verified"], ...) | {"train.fallbacks": 1} | expect
     fields = {"callback": callback, "expect": expect, "train": (8, 8, 8)}
-    said = {"codes": ("CC302",), "says": "it runs eagerly from here on"}
+    said = {"codes": ("CC302",), "says": "it runs eagerly from here on", "text": r"^(?s:(?!.*CC301).*CC302)"}
     return case(name, module, zoo.in_checkpoints, **fields, **said)
 
 

@@ -354,6 +354,24 @@ def test_a_package_for_another_device_or_torch_is_refused(packages, tmp_path):
 CRASHES = b'extern "C" void abort(); __attribute__((constructor)) static void end_the_loading_process() { abort(); }'
 
 
+@pytest.mark.all_versions
+def test_code_that_the_system_may_not_run_names_the_folder_and_no_versions(packages, monkeypatch):
+    def load_package(path):
+        raise RuntimeError("wrapper.so: failed to map segment from shared object")
+
+    monkeypatch.setattr("compile_callbacks._torch.export.load_package", load_package)
+    with pytest.raises(ExportError, match=r"segment .*must be executable, or set TMPDIR") as failed:
+        load_exported(packages["aoti"])
+    assert "wrote it" not in str(failed.value)
+
+
+@pytest.mark.all_versions
+def test_loading_starts_no_compiler(packages, monkeypatch):
+    """torch's function compiles programs to find the instructions of the processor."""
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", pytest.fail)
+    assert callable(load_exported(packages["aoti"]))
+
+
 @pytest.mark.slow
 def test_a_package_that_crashes_ends_only_the_smoke_test_and_leaves_no_file(packages, tmp_path, monkeypatch):
     """The smoke test runs packages for devices other than a CPU, such as "meta"."""

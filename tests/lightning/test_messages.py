@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 LOGGER = logging.getLogger(__name__)
+DISABLED = functools.partial(torch._dynamo.config.patch, disable=True)
 LIMIT = functools.partial(torch._dynamo.config.patch, recompile_limit=3)
 
 
@@ -172,6 +173,23 @@ CASES = [
     uncompiled("backward hook", with_backward_hook, "Module-level backwards hooks require compiled autograd"),
     uncompiled("sparse buffer", sparse, "torch.compile does not support sparse Tensors"),
     pytest.param(uncompiled("gradient", lambda: Classifier(force_net()), "torch.autograd.grad"), marks=NEWER),
+    # It is said before the first compiled step, which this run does not reach, and once.
+    case(
+        "disabled",
+        Classifier,
+        "CC101 ^TORCH_COMPILE_DISABLE is set",
+        baseline_steps=9,
+        inside=DISABLED,
+        expect={"train.graphs": 0},
+    ),
+    case(
+        "disabled, compiled steps",
+        Classifier,
+        "CC101 ^TORCH_COMPILE_DISABLE is set",
+        text="not compiled: .*TORCH_COMPILE_DISABLE is set, see CC101",
+        inside=DISABLED,
+        expect={"train.graphs": 0},
+    ),
     # A target that only a hook calls has the reason of its calls.
     case(
         "dispatch mode in a hook",

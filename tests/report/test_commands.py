@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_explain_prints_the_entry_of_a_code(command):
     printed = command("explain", "cc104").out
     assert printed.startswith("CC104: A target cannot be compiled\n\nWhat happened. ")
     assert printed.count("\n\n") == 3
+
+
+def test_explain_finds_the_entries_in_a_zip_file(tmp_path):
+    archive = shutil.make_archive(str(tmp_path / "library"), "zip", ROOT, "compile_callbacks/cli")
+    with zipfile.ZipFile(archive, "a") as library:
+        for name in ("__init__.py", "__main__.py"):
+            library.write(ROOT / "compile_callbacks" / name, f"compile_callbacks/{name}")
+    run = [sys.executable, "-m", "compile_callbacks", "explain", "CC104"]
+    environment = {**os.environ, "PYTHONPATH": archive}
+    printed = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("CC104: A target cannot be compiled")
 
 
 def test_every_code_of_the_package_has_an_entry_of_three_paragraphs_and_every_entry_a_code():
