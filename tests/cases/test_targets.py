@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from compile_callbacks import InductorCompile, compile_phases
 from tests.cases import zoo
-from tests.cases.case import Case, check, net
+from tests.cases.case import UNSURPRISING, Case, check, net
 from tests.support import random_modules
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 
@@ -87,6 +87,15 @@ CASES = [
         {"train.graph_breaks": 1},
         "CC131",
         says=r"graphs of target 'net' use 2 of its 18 weights \(11%\) in the train phase, .*\.py:\d+",
+    ),
+    row(
+        "few weights in several graphs",
+        lambda: Classifier(zoo.Skipped(nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(9))))),
+        {**names("net", **TRAIN), "train_mode": {"dynamic": False}},
+        dict.fromkeys(UNSURPRISING, ...) | {"train.graphs": 3},
+        "CC131",
+        says=r"graphs of target 'net' use 2 of its 18 weights",
+        train=(4,) * 6 + (5,) * 20 + (6,) * 20,
     ),
     row("changed", REPLACES, {}, finds("second,net,moved", 5) | {"infer.graphs": 5}, trainer=TWO_EPOCHS),
     row(
