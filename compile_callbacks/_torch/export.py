@@ -5,23 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
 
 import torch
-
-
-@contextlib.contextmanager
-def quiet_export() -> Iterator[None]:
-    """Within the ``with`` block, a failing export does not print its graph to stderr."""
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        yield
-    sys.stderr.write(printed.getvalue())  # without a failure, the module itself printed this text
 
 
 @contextlib.contextmanager

@@ -146,7 +146,14 @@ class TrainerCalls:
             return
         self._trainer = self.active = None
         self._close()
-        self._write_report(trainer, exception)
+        if self._gave_up:  # the figures may be wrong
+            return
+        try:
+            self._write_report(trainer, exception)
+        except Exception as error:
+            if exception is not None:
+                raise
+            self.give_up("write the report", error)
 
     def _is_nested(self, trainer: Trainer) -> bool:
         while self._nested and self._nested[-1] is not trainer:  # another callback raised in ``on_exception``

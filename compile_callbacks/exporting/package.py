@@ -78,8 +78,9 @@ def export(
         mode: The settings of AOTInductor: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a
             mapping of its fields. A warning names the settings that AOTInductor does not support.
         verify: The reaction if the compiled package differs from eager by more than rounding explains: ``"raise"``
-            raises an `ExportError` and writes nothing, and ``"warn"`` warns. ``"off"`` skips the comparison. On a GPU,
-            another process runs the package first, because a crash would end this process.
+            raises an `ExportError` and writes nothing, and ``"warn"`` warns. ``"off"`` skips the comparison. With
+            ``dynamic_batch``, a second batch size is compared, too. On a GPU, another process runs the package first,
+            because a crash would end this process.
         dynamic_batch: Whether the batch size may change from call to call. The batch is dimension 0 of the first
             tensor, and of each other tensor whose dimension 0 has the same size.
         format: ``"aoti"`` is code that AOTInductor compiles for this type of device. ``"export"`` is the program of
@@ -134,7 +135,9 @@ def export(
                 _compile(program, temporary, config, call.device, metadata)
             if verify != "off":
                 package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
-                compared = compare_with_eager(program.module(), package, call.args, call.kwargs)
+                eager = program.module()
+                results = [compare_with_eager(eager, package, *inputs) for inputs in call.inputs_of_two_sizes()]
+                compared = next((result for result in results if result.verdict == "differs"), results[0])
                 text = f"the package differs from eager: {compared.reason}"
                 if compared.verdict == "not compared":
                     warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
@@ -217,6 +220,15 @@ class _ExportedCall:
         bound = self.spec.bind(args, kwargs)
         self.args, self.kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
 
+    def inputs_of_two_sizes(self) -> list[tuple[Any, Any]]:
+        """Return the inputs, and with a dynamic batch also the inputs with one more sample."""
+
+        def longer(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in self._batches) else tensor
+
+        inputs = self.args, self.kwargs
+        return [inputs, tree_map_only(torch.Tensor, longer, inputs)] if self._batches else [inputs]
+
     def trace(self) -> Any:
         """Trace the call with ``torch.export``."""
         shapes = torch.export.ShapesCollection()
@@ -224,12 +236,11 @@ class _ExportedCall:
         for tensor in self._batches:
             shapes[tensor] = {0: batch}
         try:
-            with _torch.export.quiet_export():
-                program = _torch.export.export_program(
-                    self._module, self._module.forward, self.args, self.kwargs, shapes, self.spec.signature
-                )
-                # torch.export ignores an active autocast. Tracing the program again inserts the casts.
-                return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
+            program = _torch.export.export_program(
+                self._module, self._module.forward, self.args, self.kwargs, shapes, self.spec.signature
+            )
+            # torch.export ignores an active autocast. Tracing the program again inserts the casts.
+            return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
         except Exception as error:
             name = type(self._module).__name__
             if "Constraints violated" in str(error):

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -114,6 +115,24 @@ def test_the_helper_process_starts_before_a_request_and_gives_way_only_to_a_gpu(
     assert os.getpriority(os.PRIO_PROCESS, pid) == before + niceness
     helper.stop()
     assert not is_running(pid)
+
+
+def test_a_helper_process_that_cannot_start_leaves_no_open_file(monkeypatch):
+    files, make = [], tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: files.append(make()) or files[-1])
+    monkeypatch.setattr(sys, "executable", sys.executable + "-is-missing")
+    Helper(RequestQueue(), lambda problem, keys: None).start(trains_on_cpu=True, ranks=1)
+    assert [file.closed for file in files] == [True]
+
+
+def test_the_number_of_a_helper_process_that_has_ended_is_not_signaled(monkeypatch):
+    """Another process may have it."""
+    helper = Helper(RequestQueue(), lambda problem, keys: None)
+    helper.start(trains_on_cpu=True, ranks=1)
+    os.kill(helper._conversation._process.pid, signal.SIGKILL)
+    helper._conversation._process.wait()
+    monkeypatch.setattr(os, "killpg", pytest.fail)
+    helper.stop()
 
 
 class Exits:

@@ -24,7 +24,18 @@ from compile_callbacks import (
     restore,
 )
 from tests.cases.case import attributes, of_process
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
+from tests.support.models import (
+    CLASSES,
+    FEATURES,
+    Classifier,
+    RecordingLogger,
+    Wrapper,
+    fit,
+    loader,
+    mlp,
+    seeded,
+    trainer,
+)
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -130,6 +141,23 @@ def test_an_exception_at_the_end_of_a_run_leaves_the_module_uncompiled(monkeypat
     module = seeded()
     with pytest.warns(CompileWarning, match="could not clean up after the run: RuntimeError: no more events"):
         trainer(InductorCompile(None, "default", targets=["net"], baseline_steps=0)).validate(module, loader(1))
+    assert no_dispatcher(module)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "compile_callbacks.session.session.Session.begin",
+        "compile_callbacks.profiling.step_timer.StepTimer.stop",
+        "compile_callbacks.CompileReport.scalars",
+    ],
+)
+def test_a_failure_of_the_callbacks_own_work_costs_a_warning_and_the_run_goes_on_eagerly(function, monkeypatch):
+    monkeypatch.setattr(function, lambda *args, **kwargs: 1 // 0)
+    with pytest.warns(CompileWarning, match=r"ZeroDivisionError.*eager.*CC106") as caught:
+        module = fit(InductorCompile(), validation=3, logger=RecordingLogger(), log_every_n_steps=1)
+    assert module.losses == fit(validation=3).losses
+    assert len([warning for warning in caught if "CC106" in str(warning.message)]) == 1
     assert no_dispatcher(module)
 
 
