@@ -236,6 +236,7 @@ def test_timed_steps_are_spread_evenly_over_the_run_and_each_stage_has_its_own()
         trainer(callback).validate(TwoLoaders(), loaders, verbose=False)
     infer = callback.report.infer
     assert infer.diagnostics.steps == {"compiled": count + 20}
+    assert "" not in {key.stage for key in callback.session._measurements.timer._records}
     (steps,) = (series["steps"] for series in infer.diagnostics.series if series["kind"] == "compiled")
     assert steps == sorted(set(steps))
     assert set(range(count + 1, count + 21)) <= set(steps)

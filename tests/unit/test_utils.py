@@ -19,6 +19,7 @@ from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.messages import describe_failure
+from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.report.data import FILE_NAME
 from compile_callbacks.report.file import append_record
 
@@ -98,3 +99,19 @@ def test_processes_that_write_one_file_lose_no_record(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(write, [{"number": number} for number in range(80)]))
     assert sorted(record["number"] for record in json.loads((tmp_path / FILE_NAME).read_text())) == [*range(80)]
+
+
+def test_a_backward_pass_is_recorded_for_the_calls_of_its_own_thread():
+    records, net = CallRecords(), torch.nn.Linear(2, 2)
+    waiting, working = records.of("waiting", "train"), records.of("working", "train")
+
+    def work():
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(working.recording(net, net)(x).sum(), x, create_graph=True)
+
+    def wait():
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(work).result()
+
+    waiting.recording(wait, net)()
+    assert (waiting.gradients_differentiated, working.gradients_differentiated) == (False, True)
