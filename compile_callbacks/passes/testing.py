@@ -66,7 +66,9 @@ class PassCheck:
         """The largest absolute difference from eager in any element."""
         pairs = zip(tree_leaves(self.actual), tree_leaves(self.expected), strict=True)
         tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.numel()]
-        return max((float((a.cdouble() - b.cdouble()).abs().max()) for a, b in tensors), default=0.0)
+        return max(
+            (float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()) for a, b in tensors), default=0.0
+        )
 
     def assert_close(self, *, rtol: float | None = None, atol: float | None = None) -> None:
         """Compare the compiled results with eager by `torch.testing.assert_close`.
