@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import re
@@ -34,8 +35,8 @@ def case(name, make, steps=12, callback=None, **fields):
     return Case(name=name, make=make, train=(4,) * steps, callback=callback, **fields)
 
 
-def dynamo_fails(on):
-    """Let Dynamo fail on each frame whose code has a name with this part."""
+def dynamo_fails(on, **settings):
+    """Let Dynamo fail, with settings of torch, on each frame whose code has a name with this part."""
     real = InstructionTranslator.run
 
     def run(self):
@@ -43,7 +44,12 @@ def dynamo_fails(on):
             raise MemoryError("no memory")
         return real(self)
 
-    return lambda: mock.patch.object(InstructionTranslator, "run", run)
+    @contextlib.contextmanager
+    def failing():
+        with mock.patch.object(InstructionTranslator, "run", run), torch._dynamo.config.patch(**settings):
+            yield
+
+    return failing
 
 
 def few_recompiles():
@@ -68,6 +74,8 @@ CASES = [
          expect=FAILED | {"train.graphs": 3, "train.graph_breaks": 1, "train.recompiles": 1}),
     case("Dynamo fails", net(zoo.nested), 12, {"infer_mode": "default"}, codes=("CC301",), expect=FAILED,
          inside=dynamo_fails("net_train"), validation=(4, 4)),  # no block is compiled alone
+    case("Dynamo fails, and torch suppresses errors", COUNTS_AND_BREAKS, codes=("CC301",), expect=FAILED,
+         inside=dynamo_fails("net_train", suppress_errors=True)),
     *[case(f"forbidden break, {name}", make, 12, {"train_mode": mode}, expect=FAILED, codes=("CC301",))
       for name, (make, mode) in FORBIDDEN.items()],
 ]  # fmt: skip
