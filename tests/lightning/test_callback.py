@@ -172,6 +172,17 @@ def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_s
     assert train.fallbacks == 1
 
 
+@pytest.mark.usefixtures("captured_graph")
+def test_a_callback_that_calls_the_network_when_a_stage_starts_compiles_nothing_before_the_eager_steps():
+    def call(trainer, module):
+        module(torch.ones(4, 8)), module.net(torch.ones(4, 8))
+
+    callback = InductorCompile(baseline_steps=5)
+    fit(callback, pl.callbacks.LambdaCallback(on_train_start=call, on_validation_start=call), train=20, validation=20)
+    for phase in (callback.report.train, callback.report.infer):
+        assert next(event["step"] for event in phase.diagnostics.events if event["kind"] == "compile") == 8
+
+
 class Uncompilable(Wrapper):
     forward = torch._dynamo.disable(Wrapper.forward)
 
