@@ -137,6 +137,23 @@ def test_a_machine_without_a_compiler_trains_eagerly(accelerator, tmp_path):
     assert "ompiler" in reason or environment["CC"] in reason  # Triton's reason names the file alone
 
 
+class Marked(Classifier):
+    """Marks a dimension of which the weights allow one size. torch notices it after the compile."""
+
+    def training_step(self, batch, batch_idx):
+        torch._dynamo.mark_dynamic(batch[0], 1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.all_versions
+@pytest.mark.usefixtures("captured_graph")
+def test_a_graph_that_fails_at_its_guards_is_not_compiled_for_each_size():
+    expect = {"train.graphs": 5, "train.fallbacks": 6, "train.recompiles": ..., "train.diagnostics.eager_calls": ...}
+    callback = {"targets": ["net"], "infer_mode": None}
+    check(Case(name="guards", make=lambda: Marked(nn.Linear(FEATURES, 3)), train=tuple(range(3, 15)), validation=None,
+               predict=None, callback=callback, expect=expect, codes=("CC301", "CC101")))  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------ errors of the user's code
 
 
