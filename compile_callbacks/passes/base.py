@@ -247,7 +247,9 @@ def as_passes(value: Any, argument: str) -> tuple[Any, ...]:
 
 def pass_name(graph_pass: Any) -> str:
     """Return the name of a pass for messages and reports. The pass may be an object of torch's own pass classes."""
-    return graph_pass.name if isinstance(graph_pass, GraphPass) else type(graph_pass).__name__
+    if isinstance(graph_pass, GraphPass):
+        return graph_pass.name
+    return getattr(graph_pass, "__name__", type(graph_pass).__name__)  # a function of `torch._inductor.config`
 
 
 def pass_hook(graph_pass: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -108,6 +109,20 @@ def test_a_pass_in_options_runs_and_a_string_is_refused():
     assert [flag for _, _, flag, _ in watch.seen] == [True]
     with pytest.raises(TypeError, match=r"options\['post_grad_custom_post_pass'\] contains .* is not a graph pass"):
         InductorConfig(options={"post_grad_custom_post_pass": "module:name"})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_that_the_user_set_in_torch_runs_before_ours_and_a_failure_names_it(fails):
+    seen, ours = [], RecordGraphs(hook="post_grad_post")
+
+    def mark(graph):
+        seen.append(len(ours.graphs))
+        assert not fails
+
+    says = pytest.warns(CompileWarning, match="graph pass 'mark' at post_grad_post") if fails else nullcontext()
+    with torch._inductor.config.patch(post_grad_custom_post_pass=mark), says:
+        trainer(callback_with(ours, train_mode=None)).validate(Classifier(), loader(1), verbose=False)
+    assert (seen, len(ours.graphs)) == ([0], 1)
 
 
 @pytest.mark.parametrize("hook", ["joint_pre", "post_grad_post"])
