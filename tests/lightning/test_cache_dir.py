@@ -5,13 +5,20 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
 from compile_callbacks.cache.folder import ModelRecord
+from compile_callbacks.cli.doctor import check_cache_folder
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
@@ -61,10 +68,10 @@ def test_a_second_process_compiles_nothing_also_after_the_folder_moved_and_damag
         }
         return json.loads(run_in_new_process(RUN, folder, environment=environment).splitlines()[-1])
 
-    cold = run(tmp_path / "kept")
+    cold = run(tmp_path / "My Drive")
     assert cold["built"]
     assert cold["misses"] > 0
-    shutil.move(tmp_path / "kept", tmp_path / "moved")
+    shutil.move(tmp_path / "My Drive", tmp_path / "moved")
     warm = run(tmp_path / "moved")
     assert (warm["built"], warm["misses"], warm["results"]) == ([], 0, cold["results"])
     assert warm["hits"] > 0
@@ -136,6 +143,65 @@ def test_a_folder_that_cannot_be_used_costs_the_cache_only(tmp_path, spoil, said
         module = cached(tmp_path)
     assert variables() == before
     restore(module)
+
+
+def test_a_folder_that_cannot_be_written_is_used_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "inductor").mkdir()
+    (tmp_path / "inductor" / "code").touch()
+    monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(30, "Read-only file system")))
+    with pytest.warns(CompileWarning, match="cannot be written, so only its present code is used: .*Read-only.*CC401"):
+        module = cached(tmp_path)
+    copy = Path(variables()[0])
+    assert [path.name for path in copy.iterdir()] == ["code"]
+    restore(module)
+    assert not copy.exists()
+
+
+def test_a_folder_with_a_space_is_used_through_a_link(tmp_path):
+    module = cached(tmp_path / "My Drive")
+    link = Path(variables()[0])
+    assert link.resolve() == tmp_path / "My Drive" / "inductor"
+    assert " " not in str(link)
+    restore(module)
+    assert not link.exists()
+
+
+def test_a_user_without_a_home_folder_compiles_without_the_cache(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    with pytest.warns(CompileWarning, match="cache_dir='~/kept' is not used.*home.*CC401"):
+        callback = InductorCompile("default", None, cache_dir="~/kept", baseline_steps=0)
+    trainer(callback).fit(seeded(), loader(2))
+    assert callback.report.train.graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_damage"),
+    [
+        (pickle.UnpicklingError("truncated"), True),
+        (OSError("main.so: file too short"), True),
+        (OSError(28, "No space left on device"), False),
+        (RuntimeError("this lowering is not there"), False),
+    ],
+)
+def test_only_an_error_of_damaged_files_is_called_damage(tmp_path, monkeypatch, error, is_damage):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=error))
+    module = cached(tmp_path)
+    with pytest.warns(CompileWarning) as caught:
+        module(torch.ones(4, FEATURES))
+    restore(module)
+    assert ["are damaged" in str(warning.message) for warning in caught] == [is_damage]
+
+
+def test_a_space_in_torchs_own_folder_is_named_as_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a b"))
+    error = subprocess.CalledProcessError(1, "g++ a b/x.cpp", output=b"g++: error: a: No such file")
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=error))
+    module = cached(None)
+    with pytest.warns(CompileWarning, match="error: a: No such file.*a b' contains a space.*set TMPDIR"):
+        module(torch.ones(4, FEATURES))
+    restore(module)
+    assert "set TMPDIR" in check_cache_folder().fix
 
 
 @pytest.mark.all_versions

@@ -53,6 +53,10 @@ def test_describe_failure_ends_if_the_causes_are_a_ring(others):
     [
         ("print('no space left'); raise SystemExit(3)", "ended with exit status 3: no space left"),
         ("import sys; print('a'); print('b', file=sys.stderr); raise SystemExit(1)", "exit status 1: a\nb"),
+        (
+            "print('command -O3\\nx.cpp:1: error: no M_PI\\nx.cpp:2: error: b'); raise SystemExit(1)",
+            "1: error: no M_PI",
+        ),
         ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL: it printed nothing"),
     ],
 )
