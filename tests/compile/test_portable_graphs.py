@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -29,15 +30,17 @@ class Backend:
     """Compiles each graph from its description."""
 
     def __init__(self):
-        self.guards: list[str | None] = []
+        self.is_valid: list[Callable[[Sequence[object]], bool]] = []
         self.requests: list[CompileRequest] = []
+        self.inputs: list[Sequence[object]] = []  # of the calls of all graphs
 
     def __call__(self, graph_module, inputs):
         request = sent(graph_module, inputs)
         self.requests.append(request)
         answer = request.compile()
-        self.guards.append(answer.guards)
-        return _torch.portable_graphs.load(answer.artifact, {})
+        self.is_valid.append(_torch.portable_graphs.guard_of(answer.guards, request.graph.symbol_positions))
+        loaded = _torch.portable_graphs.load(answer.artifact, {})
+        return lambda *inputs: (self.inputs.append(inputs), loaded(*inputs))[1]
 
 
 class Net(nn.Module):
@@ -85,13 +88,24 @@ def test_symbolic_sizes_and_guards():
         x, y = (torch.randn(count, 8) for count in rows)
         torch.testing.assert_close(call(x, y), (torch.cat([x, y]) * 2).sum(1))
     assert len(backend.requests) == 1
-    is_valid = _torch.portable_graphs.guard_of("L['t0'] + L['t1'] <= 4096 and 2 <= L['t0']")
-    assert is_valid((3, torch.ones(1), 4))
-    assert not is_valid((3, torch.ones(1), 4096))
-    graph = backend.requests[0].graph
-    sizes = [7 + i if not hasattr(described, "dtype") else None for i, described in enumerate(graph.inputs)]
-    values = {value for value, _ in graph.with_sizes(sizes).symbols.values()}
-    assert values == {size for size in sizes if size}
+    is_valid = _torch.portable_graphs.guard_of("L['t0'] + L['t1'] <= 4096 and 2 <= L['t0']", [0, 3])
+    assert is_valid((3, torch.ones(1), 9999, 4))
+    assert not is_valid((3, torch.ones(1), 9999, 4096))
+
+
+def test_guards_are_asked_of_the_symbols_and_not_of_a_constant_integer():
+    def summed(x, m):
+        z = torch.ones(6) * m
+        return (z + 1 if m == 8 else z) + x[:10].sum(0) + x.sum(0)
+
+    backend = Backend()
+    call = torch.compile(summed, backend=backend, dynamic=True)
+    for rows in (20, 30):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(call(x, 8), summed(x, 8))
+    [is_valid] = backend.is_valid
+    assert [is_valid(inputs) for inputs in backend.inputs] == [True, True]
+    assert not is_valid([9 if isinstance(value, int) and value == 30 else value for value in backend.inputs[1]])
 
 
 def test_autocast_and_configs_travel():
