@@ -6,7 +6,9 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import lightning
 import pytest
@@ -99,6 +101,38 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(precision, compiles, tol
         twin.load_state_dict(mlp().state_dict())
     restore(compiled[0])  # test_no_trace.py checks that it leaves nothing behind
     assert "_compiled_call_impl" not in vars(compiled[0])
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 crashes in a compile after those of threads")
+def test_two_threads_compile_a_target_each_at_once():
+    nets, barrier = seeded(lambda: nn.ModuleList([mlp(), nn.Sequential(mlp(), nn.Tanh())])), threading.Barrier(2)
+    expected = copy.deepcopy(nets)
+    compile_phases(nets, targets=["0", "1"], verify="raise")
+
+    def call(number):
+        barrier.wait()
+        return assert_same_gradients(nets[number], expected[number], X)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(call, (0, 1))) == [None, None]
+    events = [event for event in report_of(nets).train.diagnostics.events if event["kind"] == "compile"]
+    graphs = {target: sum(e["graphs"] for e in events if e["target"] == target) for target in ("0", "1")}
+    assert (graphs, report_of(nets).train.fallbacks) == ({"0": 1, "1": 1}, 0)
+    restore(nets)
+
+
+class Database:
+    @property
+    def session(self):
+        raise ConnectionError("the user's code ran")
+
+
+def test_properties_of_the_users_objects_are_not_read():
+    module = nn.Sequential(mlp())
+    module.database = module[0].database = Database()
+    compile_phases(module)
+    assert report_of(module).train.graphs == 0
+    restore(module)
 
 
 def test_restore_keeps_what_the_user_compiled_in_place():
