@@ -33,9 +33,9 @@ LIMIT_SECONDS = 3600.0
 class Helper:
     """The helper process of a session.
 
-    The process starts with the run, and imports torch before the first request. It ends with the run, with this
-    process, and after `IDLE_SECONDS`. If it dies or hangs, the graphs stay eager, and it does not start again in this
-    run.
+    The process starts with the first stage that compiles, and imports torch before the first request. It ends with the
+    run, with this process, and after `IDLE_SECONDS`. If it dies or hangs, the graphs stay eager, and it does not start
+    again in this run.
     """
 
     def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
@@ -46,12 +46,12 @@ class Helper:
         self._compilers = 1
 
     def start(self, *, trains_on_cpu: bool, ranks: int) -> None:
-        """Start the process before its first request. Do nothing if it runs.
+        """Start the process before its first request. Do nothing if it runs, or failed in this run.
 
         It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
         by spinning. With a low priority, the process would get almost no processor time.
         """
-        if self._conversation is not None:
+        if self._conversation is not None or self._queue.failure is not None:
             return
         self._trains_on_cpu = trains_on_cpu
         self._compilers = max(1, min(_torch.inductor.compile_processes(), (_processors() - 2) // ranks))

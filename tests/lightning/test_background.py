@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.graphs import requested_graph
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue
 from compile_callbacks.passes import GraphPass, RecordGraphs
 from compile_callbacks.report.summary import verdict_lines
@@ -44,6 +43,24 @@ def test_training_goes_on_and_switches_to_the_compiled_code():
     assert report.background_seconds > report.compile_seconds > report.diagnostics.load_seconds > 0
     assert report.diagnostics.waiting_step_ms > 0
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
+
+
+def test_the_helper_process_stores_its_code_in_the_cache_folder(tmp_path):
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        callback = InductorCompile(background=True, infer_mode=None, cache_dir=tmp_path)
+        run(callback, module=seeded(lambda: Classifier(nn.Sequential(nn.Linear(8, 5), nn.Softsign(), nn.Linear(5, 3)))))
+        found.append((callback.report.train.cache_hits, callback.report.train.diagnostics.cache_misses))
+    assert found == [(0, 1), (1, 0)]
+
+
+def test_a_run_that_compiles_nothing_starts_no_helper_process():
+    callback = InductorCompile("default", None, background=True)
+    module, tells = Classifier(), pl.callbacks.LambdaCallback(on_validation_end=lambda *_: found.append(pids(callback)))
+    found: list[set[int]] = []
+    trainer(callback, tells).validate(module, loader(2), verbose=False)
+    assert found == [set()]
 
 
 class InterruptAfterLoad(pl.Callback):
@@ -81,15 +98,15 @@ def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
     assert callback.report.train.verified == "equal 1"
 
 
-def test_sizes_for_which_no_code_is_valid_are_reported(monkeypatch):
-    monkeypatch.setattr(requested_graph, "MAX_CODES", 1)
-    monkeypatch.setattr(
-        _torch.portable_graphs, "guard_of", lambda _: lambda inputs: [i for i in inputs if isinstance(i, int)] == [4]
-    )
+def test_sizes_for_which_the_code_is_not_valid_compile_in_the_foreground(monkeypatch):
+    only_four = lambda _, positions: lambda inputs: [inputs[i] for i in positions] == [4]  # noqa: E731
+    monkeypatch.setattr(_torch.portable_graphs, "guard_of", only_four)
     callback = InductorCompile(background=True, infer_mode="eager")
-    with pytest.warns(CompileWarning, match="recompile limit.*none of its code is valid.*CC103"):
-        run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
-    assert callback.report.train.fallbacks == 1
+    run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
+    train = callback.report.train
+    reasons = [event["reason"] for event in train.diagnostics.events if event["kind"] == "foreground"]
+    assert reasons == ["the code of another process is not valid for the sizes of a call"]
+    assert (train.fallbacks, train.graphs, train.verified) == (0, 2, "equal 1")
 
 
 class Unpicklable(GraphPass):

@@ -13,9 +13,12 @@ import time
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from compile_callbacks import CompileWarning, InductorCompile, _torch
+from compile_callbacks.background import IS_HELPER
 from compile_callbacks.background.helper import Helper
+from compile_callbacks.callbacks.from_environment import callbacks_from_environment
 from compile_callbacks.graphs.requests import RequestQueue
 from tests.support.background import (
     Until,
@@ -133,6 +136,45 @@ def test_the_number_of_a_helper_process_that_has_ended_is_not_signaled(monkeypat
     helper._conversation._process.wait()
     monkeypatch.setattr(os, "killpg", pytest.fail)
     helper.stop()
+
+
+@pytest.mark.parametrize(
+    ("environment", "processors", "compilers"),
+    [({"TORCHINDUCTOR_COMPILE_THREADS": "3"}, 64, 3), ({"TORCHINDUCTOR_COMPILE_THREADS": "32"}, 4, 2), ({}, 1, 1)],
+)
+def test_the_helper_process_takes_no_more_than_the_user_and_the_machine_allow(
+    monkeypatch, environment, processors, compilers
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, env, **_: pytest.fail(env["TORCHINDUCTOR_COMPILE_THREADS"])
+    )
+    threads = int(environment.get("TORCHINDUCTOR_COMPILE_THREADS", 8))
+    helper = Helper(RequestQueue([waiting_graph(b"")]), lambda problem, keys: None)
+    with (
+        torch._inductor.config.patch(compile_threads=threads),
+        pytest.raises(pytest.fail.Exception, match=f"^{compilers}$"),
+    ):
+        helper.start(trains_on_cpu=True, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "reason"),
+    [("application", "", "not a Python interpreter"), ("python", IS_HELPER, "started by a helper process")],
+)
+def test_an_application_is_not_started_again(tmp_path, monkeypatch, name, variable, reason):
+    application, started = tmp_path / name, tmp_path / "started"
+    application.write_text(f"#!/bin/sh\necho again >> {started}\n")
+    application.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(application))
+    monkeypatch.setenv(variable or "UNUSED", "1")
+    monkeypatch.setenv("COMPILE_CALLBACKS", "default" if variable else "")
+    callback, module = InductorCompile(background=True), seeded()
+    until = UntilFallback(callback)
+    with pytest.warns(CompileWarning, match=f"{reason}.*CC308"):
+        trainer(callback, until, max_epochs=-1).fit(module, loader())
+    assert not started.exists()
+    assert callbacks_from_environment() == []
 
 
 class Exits:

@@ -50,8 +50,8 @@ def test_without_the_variable_no_callback_is_added_and_a_trainer_does_not_import
     environment["PYTHONPATH"] = os.pathsep.join([str(installed), str(ROOT)])
     run = [sys.executable, "-c", script]
     result = subprocess.run(run, env=environment, check=True, capture_output=True, text=True, cwd=installed)
-    names = ["compile_callbacks", "compile_callbacks.callbacks", "compile_callbacks.callbacks.from_environment"]
-    assert result.stdout.splitlines()[-1] == str(names)
+    names = ["", ".background", ".callbacks", ".callbacks.from_environment"]
+    assert result.stdout.splitlines()[-1] == str([f"compile_callbacks{name}" for name in names])
 
 
 @pytest.mark.parametrize("mode", ["auto", "eager"])
