@@ -28,7 +28,6 @@ from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.all_versions
 
-X = (torch.randn(4, 8),)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 DIFFERS = "the package differs from eager: output 0 has a relative error of "
