@@ -207,7 +207,7 @@ class Session:
         if counted is not None and not first and timer.untimed_left and recorder.compiles_seen == counted.compiles_seen:
             timer.untimed_left -= 1
             counted.number += 1
-            counted.began = clock.now()
+            counted.began = clock.seconds()
             counted.graphs = recorder.executions.graphs
             self._step, recorder.step, self._search.in_step = counted, counted.number, True
             if self.gpu.on_gpu:

@@ -239,7 +239,7 @@ def test_timed_steps_are_spread_evenly_over_the_run_and_each_stage_has_its_own()
     assert "" not in {key.stage for key in callback.session._measurements.timer._records}
     (steps,) = (series["steps"] for series in infer.diagnostics.series if series["kind"] == "compiled")
     assert steps == sorted(set(steps))
-    assert set(range(count + 1, count + 21)) <= set(steps)
+    assert set(range(count + 2, count + 21)) <= set(steps)  # the first step ends the untimed steps of the other loader
     steps = [number for number in steps if number <= count]
     begins = [after for before, after in itertools.pairwise(steps) if after > before + 1]
     distances = [after - before for before, after in itertools.pairwise(begins)]
