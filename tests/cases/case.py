@@ -190,6 +190,7 @@ def check(case: Case) -> InductorCompile:
             ours = run(case, callback)
             assert of_process() == before
     said = [str(warning.message) for warning in caught if issubclass(warning.category, CompileWarning)]
+    said = [text for text in said if "[CC501" not in text]  # about the times of few tiny steps on a busy machine
     for warning in caught:
         if not issubclass(warning.category, CompileWarning):
             warnings.warn_explicit(warning.message, None, warning.filename, warning.lineno)
