@@ -22,7 +22,6 @@ import os
 import statistics
 import time
 import warnings
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -75,7 +74,6 @@ class Clock(pl.Callback):
     def is_compiled(self) -> bool:
         if self.callback is None:
             return True
-        assert self.callback.session is not None
         return any(event.graphs for event in self.callback.session._recorder.events)
 
 
@@ -98,7 +96,7 @@ def run(args: argparse.Namespace, way: str) -> Row:
     row["first_100_s"] = sum(clock.seconds[:100])
     slowest = sorted(range(len(clock.seconds)), key=lambda i: -clock.seconds[i])[:3]
     row |= {"longest_s": max(clock.seconds), "longest_steps": [(i + 1, round(clock.seconds[i], 3)) for i in slowest]}
-    if way == BACKGROUND and callback is not None:
+    if way == BACKGROUND:
         report = callback.report.train
         details = report.diagnostics
         row |= {
@@ -113,8 +111,8 @@ def run(args: argparse.Namespace, way: str) -> Row:
 def compared(workload: str, rows: dict[str, Row]) -> Row:
     """The three ways of a workload in one row."""
     eager, hand, ours = (rows.get(way, {}) for way in (EAGER, BY_HAND, BACKGROUND))
-    first_100: list[Any] = [row.get("first_100_s") for row in (eager, hand, ours)]
-    lost = None if None in first_100 else first_100[2] - min(first_100[:2])
+    first_100 = [row.get("first_100_s") for row in (eager, hand, ours)]
+    lost = None if None in first_100 else first_100[2] - min(first_100[:2])  # type: ignore[operator, type-var]
     times = [eager.get("steady_ms"), ours.get("meanwhile_ms"), hand.get("steady_ms"), ours.get("steady_ms")]
     values = [workload, hand.get("longest_s"), ours.get("longest_s"), *first_100, lost, *times]
     return dict(zip(COMPARED, values, strict=True))

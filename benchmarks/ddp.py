@@ -72,10 +72,9 @@ def train(job: Row, args: argparse.Namespace) -> Row:
     device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else "cpu"
     net, images, labels = make(args.model, job["batch_size"], args.image_size, device)
     module, clock = Classifier(net), BlockClock(args.block)
-    callbacks: list[Any] = [clock]
-    ours = InductorCompile(args.mode, None, baseline_steps=0, verify="off")
+    callbacks, ours = [clock], InductorCompile(args.mode, None, baseline_steps=0, verify="off")
     if job["way"] == OURS:
-        callbacks = [ours, clock]
+        callbacks = [ours, *callbacks]  # type: ignore[list-item]
     elif job["way"] == BY_HAND:
         module.net.compile(mode=args.mode)
     strategy = DDPStrategy(gradient_as_bucket_view=True) if job["gpus"] > 1 else "auto"
@@ -148,7 +147,6 @@ class RankProcesses:
         """The row of a job; if it takes too long, the processes end, and the next job starts new ones."""
         if self.process is None:
             self.start()
-        assert self.process is not None
         write(self.inbox / f"job_{self.sent}.json", job)
         written = [self.inbox / f"row_{self.sent}.{rank}.json" for rank in range(self.gpus)]
         self.sent += 1

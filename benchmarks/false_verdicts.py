@@ -20,7 +20,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from tables import Row, in_order, parser_for, print_table, save, say
@@ -38,7 +37,7 @@ from compile_callbacks.tuning.tuner import Tuner
 
 NOISE, STEP_SECONDS, COMPILE_SECONDS, BASELINE_STEPS = 0.04, 0.05, 5.0, 10
 BURST_SECONDS = 1.0, 4.0
-MACHINES: dict[str, dict[str, Any]] = {
+MACHINES: dict[str, dict[str, float]] = {
     "noise alone": {},
     "bursts in 3% of the time": {"bursts": 0.03},
     "bursts in 5% of the time": {"bursts": 0.05},
@@ -84,10 +83,9 @@ class Machine:
 def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], steps: int) -> Comparison | None:
     """Run the steps of a run as a session does, and compare them as the report does."""
     timer = StepTimer()
-    real, clock.now = clock.now, lambda *device, **step: seconds()
-    eager_steps = BASELINE_STEPS + WARMUP_STEPS
-    for number in range(eager_steps + steps):
-        compiled = number >= eager_steps
+    clock.now = lambda *device, **step: seconds()
+    for number in range(BASELINE_STEPS + WARMUP_STEPS + steps):
+        compiled = number >= BASELINE_STEPS + WARMUP_STEPS
         step = Step(variant=Variant() if compiled else EAGER_VARIANT, kind="compiled" if compiled else "eager")
         if not compiled or not timer.untimed_left:
             step.span, step.workload = Span(), WORKLOAD
@@ -95,7 +93,6 @@ def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], ste
             timer.untimed_left -= 1
         run_step(compiled)
         timer.stop("train", step, "train")
-    clock.now = real
     return timer.times("train").comparison
 
 

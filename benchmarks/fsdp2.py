@@ -130,9 +130,8 @@ class Model(pl.LightningModule):
         with self.trainer.strategy.root_device:
             self.net = Transformer(self.size)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        assert self.device_mesh is not None
         for part in (*self.net.layers, self.net):
-            fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+            fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=policy)  # type: ignore[index]
 
     def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
         logits = self.net(tokens[:, :-1])
@@ -190,7 +189,7 @@ def run(way: str, size: Size, steps: int, device: str) -> Row:
         max_epochs=None, max_steps=steps,
     )  # fmt: skip
     data = Counting(size, steps * size.batch * PROCESSES)
-    sampler: DistributedSampler[Any] = DistributedSampler(data, PROCESSES, trainer.local_rank, shuffle=False)
+    sampler = DistributedSampler(data, PROCESSES, trainer.local_rank, shuffle=False)
     trainer.fit(module, DataLoader(data, size.batch, sampler=sampler))
     timed_ms = clock.block_ms[WARMUP_STEPS:]
     step_ms = highest(statistics.median(timed_ms), module.device)

@@ -273,11 +273,8 @@ class Pacer(pl.Callback):
                 yield
                 done += 1
         synchronize()
-        info: dict[str, Any] = {
-            "first_step_seconds": first_step_seconds,
-            "prepare_seconds": time.perf_counter() - started,
-        }
-        info |= {"prepare_steps": done, "compile_seconds": compiles.seconds, "environment": environment()}
+        info = {"first_step_seconds": first_step_seconds, "prepare_seconds": time.perf_counter() - started}
+        info |= {"prepare_steps": done, "compile_seconds": compiles.seconds, "environment": environment()}  # type: ignore[dict-item]
         if torch.cuda.is_initialized():
             use_few_cores()
             info["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -333,11 +330,11 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, steps: int)
         module.net = compiled_by_hand(net, way)
     if way.compiled == "callback":
         phase = "train" if way.loop == "fit" else "infer"
-        modes: dict[str, Any] = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
+        modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
         # "auto" rejects a candidate with other results; for the other ways, results are not the subject here.
         verify = "warn" if way.mode == "auto" else "off"
         passes = [max_pool_pass()] if way.max_pool_pass else []
-        settings: dict[str, Any] = {} if work.ordinary else {"baseline_steps": 0, "verify": verify}
+        settings = {} if work.ordinary else {"baseline_steps": 0, "verify": verify}
         callback = InductorCompile(**modes, passes=passes, background=way.background, **settings)
 
         def settled() -> bool:
@@ -356,8 +353,7 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, steps: int)
     trainer = make_trainer(work.device, *callbacks)
     batches = loader([(inputs, labels)], work.run_steps)
     if way.loop == "fit":
-        fitted: Any = torch.compile(module) if way.compiled == "module" else module
-        trainer.fit(fitted, batches)
+        trainer.fit(torch.compile(module) if way.compiled == "module" else module, batches)
     else:
         trainer.predict(module, batches, return_predictions=False)
 

@@ -114,7 +114,7 @@ def measure(way: str, args: argparse.Namespace) -> Row:
         mode = {"activation_memory_budget": args.budget} if way.endswith("budget") else "default"
         callbacks.append(InductorCompile(mode, None, **arguments))
     clock, peak = BlockClock(), LastPeak(args.steps - LAST_STEPS)
-    batches: Any = [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
+    batches = [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
     trainer = make_trainer(args.device, *callbacks, clock, peak, num_sanity_val_steps=0)
     trainer.fit(Trained(net), torch.utils.data.DataLoader(batches, batch_size=None))
     on_gpu = args.device == "cuda"

@@ -68,7 +68,7 @@ def make(name: str, batch_size: int, image_size: int = 224, device: str = "cpu")
         return net, inputs.to(memory_format=torch.channels_last), labels
     net = create(name).to(device).to(memory_format=torch.channels_last)
     inputs = torch.randn(batch_size, 3, image_size, image_size)
-    inputs = inputs.to(device, memory_format=torch.channels_last)
+    inputs = inputs.to(device).to(memory_format=torch.channels_last)
     return net, inputs, torch.randint(1000, (batch_size,), device=device)
 
 
@@ -82,8 +82,6 @@ def create(name: str) -> nn.Module:
             nn.init.normal_(weight, std=0.02)
     for part in net.modules():
         if isinstance(part, nn.BatchNorm2d):  # as after training: a new batch norm is the identity
-            assert part.running_mean is not None
-            assert part.running_var is not None
             part.running_mean.normal_(0, 0.1)
             part.running_var.uniform_(0.5, 1.5)
     return net

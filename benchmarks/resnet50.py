@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
 
 from harness import Group, Variant, Workload, add_pacing, rows_of
 from tables import Row, find, in_order, ms, parser_for, print_table, with_interval
@@ -44,8 +43,7 @@ def infer_ways(modes: list[str]) -> Iterator[Variant]:
 
 
 def groups(args: argparse.Namespace) -> Iterator[Group]:
-    phases: list[Any] = ["train", "infer"] if args.phase == "both" else [args.phase]
-    for phase in phases:
+    for phase in ["train", "infer"] if args.phase == "both" else [args.phase]:
         run_steps_of = args.train_run_steps if phase == "train" else args.infer_run_steps
         for number, batch_size in enumerate(args.batch_sizes):
             run_steps = run_steps_of[min(number, len(run_steps_of) - 1)]

@@ -67,15 +67,13 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
         for name in in_order(rows, workload):
             of_name = [row for row in rows if workload(row) == name]
             for mode, *names in ways:
-                eager, by_hand, ours = (find(of_name, way) for way in names)
-                yield name, mode, eager, by_hand, ours
+                yield name, mode, *(find(of_name, way) for way in names)
     for file, mode in DDP.items():
         rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
         rows = [row for row in rows if row.get("step_ms")]
         for size in in_order(rows, lambda row: row["batch_size"]):
             name = f"resnet50, training, DDP on two GPUs, batch {size} each"
-            eager, by_hand, ours = (rounds(rows, way, size) for way in ("eager", "by hand", "ours"))
-            yield name, mode, eager, by_hand, ours
+            yield name, mode, *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))  # type: ignore[misc]
     rows = rows_of(f"{machine}/fsdp2")
     if rows:
         eager = {"step_ms": statistics.mean(row["step_ms"] for row in rows if row["way"] == "eager")}

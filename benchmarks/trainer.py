@@ -63,7 +63,7 @@ def make_trainer(device: str, *callbacks: pl.Callback, **settings: Any) -> pl.Tr
     """A Trainer without logger, checkpoints, progress bar and summary; bf16 autocast on a GPU."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     precision = "bf16-mixed" if device == "cuda" else "32-true"
-    defaults: dict[str, Any] = {"devices": 1, "precision": precision, "max_epochs": 1, "use_distributed_sampler": False}
+    defaults = {"devices": 1, "precision": precision, "max_epochs": 1, "use_distributed_sampler": False}
     return pl.Trainer(accelerator=device, callbacks=list(callbacks), **(quiet | defaults | settings))
 
 

@@ -140,8 +140,7 @@ def main() -> None:
         way, folder, out = args.child
         train(way, folder, Path(out), args.ranks, args.device)
         return
-    started = time.monotonic()
-    runs: dict[str, list[list[float]]] = {}
+    started, runs = time.monotonic(), {}
     title = f"First compiled step of ResNet-18 at 32x32, ranks: {args.ranks}, pairs: {args.pairs}"
     for name, seconds in measure(args):
         runs.setdefault(name, []).append(seconds)
