@@ -140,6 +140,7 @@ def test_the_targets_are_compiled_as_the_case_expects(case):
     assert not zoo.Replaces.replaced  # the module of a replaced target is freed
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_the_users_profilers_do_not_hinder_finding_targets(tmp_path):
     profilers = {"trainer": {"profiler": AdvancedProfiler(tmp_path, "profile")}, "inside": torch.profiler.profile}
     check(row("profilers", zoo.called, BASELINE, finds(RECORDED), predict=None, **profilers))
