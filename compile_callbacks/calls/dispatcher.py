@@ -54,8 +54,11 @@ class CallSlot:
         return self.selected(*args, **kwargs)
 
     def install(self) -> None:
-        """Put this object into the slot."""
+        """Put this object into the slot, unless the user has replaced the method since an earlier run."""
         self._replaced = self._attributes.get(self._slot, _ABSENT)
+        by_user = self._replaced is not _ABSENT and not isinstance(self._replaced, CallSlot)
+        if self.callee.method is not None and by_user and self._replaced is not self.callee.override:
+            return
         object.__setattr__(self.callee.module, self._slot, self)
 
     def remove(self) -> None:

@@ -69,7 +69,6 @@ CASES = [
         zoo.Patched,
         names("net.forward", "second.decode", "third.decode"),
         {"train.graphs": 3, "infer.graphs": 3},
-        predict=None,
     ),
     row("no default targets", zoo.Unsupported, {}, finds("net,waits.net,encodes.net") | {"infer.graphs": 3}),
     row(
