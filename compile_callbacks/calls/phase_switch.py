@@ -187,8 +187,8 @@ class PhaseSwitch:
             return True
         key = CompileKey(target.name, "infer", candidate=variant.name)
         recorded = self._recorder.events_of("infer", "freezing")
-        if not any((event.target, event.candidate) == (key.target, key.candidate) for event in recorded):
-            message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
+        message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
+        if not any((event.reason, event.candidate) == (message, key.candidate) for event in recorded):
             self._recorder.record("freezing", key, reason=message, show=False)
             # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
             if variant.name is None and not member.sharded:

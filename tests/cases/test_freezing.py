@@ -42,9 +42,8 @@ CASES = [
     Case(
         name="frozen blocks",
         make=zoo.layers,
-        validation=None,
         callback=SHARED,
-        expect={"infer.graphs": 2},
+        expect={"infer.graphs": 3},
         codes=("CC204",),
         says=SAID,
     ),
