@@ -45,7 +45,6 @@ MACHINES: dict[str, dict[str, float]] = {
     "drift, faster": {"drift": -0.05},
     "drift, slower": {"drift": 0.05},
 }
-"""The simulated machines."""
 
 WORKLOAD = Workload("train")
 
@@ -82,7 +81,7 @@ class Machine:
 
 def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], steps: int) -> Comparison | None:
     """Run the steps of a run as a session does, and compare them as the report does."""
-    timer = StepTimer()
+    timer, real = StepTimer(), clock.now
     clock.now = lambda *device, **step: seconds()
     for number in range(BASELINE_STEPS + WARMUP_STEPS + steps):
         compiled = number >= BASELINE_STEPS + WARMUP_STEPS
@@ -93,6 +92,7 @@ def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], ste
             timer.untimed_left -= 1
         run_step(compiled)
         timer.stop("train", step, "train")
+    clock.now = real
     return timer.times("train").comparison
 
 
