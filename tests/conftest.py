@@ -98,7 +98,7 @@ def no_codegen(request):
 
 @pytest.fixture
 def uncached(monkeypatch, tmp_path):
-    """Compile with empty caches of torch, for tests of what a hit leaves out: runs of passes, misses, compile times."""
+    """Compile with empty caches of torch, for tests of runs of passes, misses and compile times."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
 
 

@@ -97,8 +97,9 @@ class EagerFallback:
         return CompileError(with_code("CC301", message))
 
     def _hint(self, error: BaseException) -> str:
-        folder, used, cause = self.settings.cache_dir, str(_torch.inductor.cache_folder()), root_cause(error)
-        if isinstance(cause, subprocess.CalledProcessError) and " " in used:
+        folder, cause = self.settings.cache_dir, root_cause(error)
+        # Only after a process ran, because torch's function creates the folder, and raises if it cannot.
+        if isinstance(cause, subprocess.CalledProcessError) and " " in (used := str(_torch.inductor.cache_folder())):
             return f". {used!r} contains a space, and torch does not quote it for the compiler: set TMPDIR"
         # An error of dlopen has no number.
         may_be_damage = isinstance(cause, _DAMAGE) or (isinstance(cause, OSError) and cause.errno is None)

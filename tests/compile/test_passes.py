@@ -61,7 +61,7 @@ def callback_with(*passes, **settings):
 
 
 def texts(logger):
-    """What is in TensorBoard's text tab, by tag."""
+    """The texts of TensorBoard's text tab, by tag."""
     events = EventAccumulator(logger.log_dir, size_guidance={"tensors": 0}).Reload()
     tags = {tag.removesuffix("/text_summary"): tag for tag in events.Tags()["tensors"]}
     return {name: str(events.Tensors(tag)[-1].tensor_proto.string_val) for name, tag in tags.items()}

@@ -67,7 +67,7 @@ def broken(graph, is_inference):
 
 
 def write_packages(folder):
-    """Write a package and a program of `ConvNet`, a wrong package of `mlp`, and what the exports said."""
+    """Write a package and a program of `ConvNet`, a wrong package of `mlp`, and the warnings of the exports."""
     module, before, example = trained(), trained().state_dict(), images(1)
     passes = [counts, graph_pass(broken), graph_pass(hook="pre_grad")(broken)]
     settings = {"passes": passes, "dynamic": True, "dynamo": {"capture_scalar_outputs": True}}
@@ -77,7 +77,7 @@ def write_packages(folder):
         path, generator = folder / "folders" / "that are created" / "net.pt2", torch.get_rng_state()
         export(module, (example,), path, kwargs={"scale": torch.ones(1, 1)}, mode=mode)
         assert torch.equal(torch.get_rng_state(), generator)
-        # Here, a pass changes what the package computes.
+        # Here, a pass makes the package compute wrong values.
         export(mlp(), (X,), folder / "wrong.pt2", mode={"passes": [WrongForward("infer")]}, verify="warn")
     export(module, (images(4), 2), folder / "program.pt2", format="export")
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
@@ -360,7 +360,7 @@ def test_files_that_are_not_packages_are_refused(packages, tmp_path):
 
 def test_a_package_for_another_device_or_torch_is_refused(packages, tmp_path):
     def newer(_, data):
-        # Another major version of the schema is what a later torch would write.
+        # Another major version of the schema stands for a file of a later torch.
         return data.replace(torch.__version__.encode(), b"9.0").replace(b'"major": 8', b'"major": 99')
 
     package = changed(packages.program, tmp_path / "gpu.pt2", lambda _, data: data.replace(b': "cpu"', b': "xpu"'))

@@ -37,7 +37,7 @@ def assert_same(make, callback=None, *, data=lambda: loader(4), steps=8, trainer
 
 
 def by_hand(then=lambda net: None, **options):
-    """What a user writes without this library, and then a change of the network."""
+    """A user's own ``torch.compile``, and then a change of the network."""
 
     def compile_net(trainer, pl_module):
         pl_module.net.compile(options=options)

@@ -19,7 +19,7 @@ from torch import nn
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
 from compile_callbacks.cache.folder import ModelRecord
 from compile_callbacks.cli.doctor import check_cache_folder
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 # Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
@@ -320,3 +320,12 @@ def test_record_that_cannot_be_read_or_written_costs_the_record_only(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model-folder.json", "model-pipe.json"]
     (tmp_path / "file").write_text("")
     assert "Error" in ModelRecord(tmp_path / "file", "abc").update("winners", "k", {})
+
+
+def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatch):
+    """The reason for the failure is not looked up in the folder."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "inductor"))
+    callback = InductorCompile(infer_mode=None, baseline_steps=0, targets=["net"])
+    with pytest.warns(CompileWarning, match="runs eagerly in the train phase.*CC301"):
+        assert len(fit(callback, train=2, validation=None).losses) == 2

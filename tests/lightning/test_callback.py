@@ -168,7 +168,7 @@ def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_s
     train = callback.report.train
     traced = [part["steps"] for part in train.diagnostics.series if part["kind"] == "compiling"]
     assert sum(map(len, traced)) <= 5
-    assert train.graphs <= 1  # torch 2.11 compiles what stands before ``requires_grad_``
+    assert train.graphs <= 1  # torch 2.11 compiles the code before ``requires_grad_``
     assert train.fallbacks == 1
 
 

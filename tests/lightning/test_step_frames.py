@@ -1,4 +1,4 @@
-"""What the callback costs in a step: functions that it enters, and time. A small step on a GPU is CPU-bound."""
+"""The cost of the callback in a step: the functions that it enters, and time. A small step on a GPU is CPU-bound."""
 
 from __future__ import annotations
 

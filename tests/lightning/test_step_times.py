@@ -149,7 +149,7 @@ def test_equal_steps_are_seldom_called_faster_or_slower(machine, monkeypatch):
     assert [counts[0] <= 2, counts[1] >= 35, counts[2] >= 48] == [True] * 3, counts
 
 
-# ------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------ measurements
 
 
 def test_a_peak_is_measured_only_if_a_step_raises_it(monkeypatch):

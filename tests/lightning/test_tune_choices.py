@@ -1,4 +1,4 @@
-"""The decisions of a `Tune` at given step times: what is tried, what is compared, and which candidate is chosen."""
+"""The decisions of a `Tune` at given step times: the candidates that are tried, compared and chosen."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_auto_tries_candidates_that_may_amortize_their_compile_time(gpu, steps, 
 
 @pytest.mark.parametrize(("steps", "tried"), [(150, 2), (600, 3)])
 def test_tuned_kernels_are_expected_to_be_little_faster_than_the_same_mode_without_tuning(steps, tried, tmp_path):
-    """As BERT on an H200, where autotuning took more than three minutes, with a hundredth of the steps."""
+    """As BERT on an H200, whose autotuning took more than three minutes, with a hundredth of the steps."""
     names = ["default", CUDA_GRAPHS, *TUNED]
     ms = {name: noisy(ms, 0.001) for name, ms in zip(["eager", *names], [4800, 4000, 3000, 2800, 3800], strict=True)}
     compiles = {"seconds": dict.fromkeys(range(9), 36.0)}

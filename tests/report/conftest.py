@@ -41,7 +41,7 @@ class Two(Classifier):
 
 
 class Golden:
-    """What the golden run left in its folder. `_run` sets the attributes of ``golden.json``."""
+    """The files of the golden run. `_run` sets the attributes of ``golden.json``."""
 
     def __init__(self, folder: Path) -> None:
         vars(self).update(json.loads((folder / "golden.json").read_text()))
@@ -90,7 +90,7 @@ def golden(tmp_path_factory, worker_id):
 
 @pytest.fixture
 def command(capsys):
-    """Runs ``compile-callbacks``, and returns what it printed to stdout and stderr."""
+    """Runs ``compile-callbacks``, and returns its stdout and stderr."""
 
     def command(*arguments, status=0):
         capsys.readouterr()
