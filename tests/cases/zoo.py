@@ -1018,13 +1018,13 @@ def plain(net, x, y):
 class Repeated(Classifier):
     """Trains with a loss that needs several backward passes, with manual optimization from the third step on."""
 
-    def __init__(self, loss_of, net, manual=False):
+    def __init__(self, loss_of, net, manual=False, first=2):
         super().__init__(net)
-        self.loss_of, self.automatic_optimization = loss_of, not manual
+        self.loss_of, self.automatic_optimization, self.first = loss_of, not manual, first
 
     def training_step(self, batch, batch_idx):
         x, y = batch[0].clone().requires_grad_(), batch[1]
-        loss_of = self.loss_of if self.automatic_optimization or batch_idx > 1 else plain
+        loss_of = self.loss_of if self.automatic_optimization or batch_idx >= self.first else plain
         loss = loss_of(self.net, x, y)
         self.losses.append(loss.item())
         if not self.automatic_optimization:

@@ -31,7 +31,8 @@ def every_stage(name, precision, callback=None):
     curves, path, callbacks = [], f"{run_folder()}/run.ckpt", [] if callback is None else [callback]
     for epochs, checkpoint in ((1, None), (2, path)):
         module = seeded(MAKE[name])
-        run = trainer(*callbacks, max_epochs=epochs, accelerator="cuda", precision=precision)
+        settings = {"accelerator": "cuda", "precision": precision, "gradient_clip_val": 0.1}  # so that no run diverges
+        run = trainer(*callbacks, max_epochs=epochs, **settings)
         run.fit(module, batches_of(4, 4, 4, 4, 4, 2), batches_of(4, 2), ckpt_path=checkpoint)
         run.save_checkpoint(path)
         curves.append(torch.tensor(module.losses).double())
@@ -45,13 +46,15 @@ def every_stage(name, precision, callback=None):
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-2), ("bf16-mixed", 0.1)])
 @pytest.mark.filterwarnings("ignore")  # advice on TensorFloat32 and on GPUs too small for max-autotune
-def test_every_stage_equals_eager_on_a_gpu(name, mode, precision, tolerance):
+def test_every_stage_equals_eager_on_a_gpu(name, mode, precision, tolerance, monkeypatch):
     """Compares norms, with tolerances for TF32 and bfloat16 after twelve training steps."""
+    # torch cannot compile the fast path of `nn.TransformerEncoderLayer` for a GPU (2.11).
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
     options = torch._inductor.list_mode_options(mode, None) | SAME_DROPOUT
     callback = InductorCompile({"options": options}, {"options": options | {"freezing": True}}, baseline_steps=0)
     results = every_stage(name, precision, callback)
     for phase in (callback.report.train, callback.report.infer):
-        assert phase.graphs >= 1
+        assert phase.graphs >= 1, phase
         assert phase.fallbacks == 0
     for ours, theirs in zip(results, every_stage(name, precision), strict=True):
         assert torch.linalg.vector_norm(ours - theirs) <= tolerance * torch.linalg.vector_norm(theirs)
@@ -62,8 +65,9 @@ def test_every_stage_equals_eager_on_a_gpu(name, mode, precision, tolerance):
 @pytest.mark.usefixtures("recompiles_at_once")
 def test_eager_and_compiled_calls_of_a_batch_norm_share_a_step(case, mode):
     callback = case.callback | {"train_mode": {"mode": mode, "dynamic": False}}
-    close = {"rtol": 1e-3, "atol": 1e-4}
-    check(dataclasses.replace(case, callback=callback, trainer={"accelerator": "gpu"}, close=close))
+    settings = {"callback": callback, "trainer": {"accelerator": "gpu"}, "close": {"rtol": 1e-3, "atol": 1e-4}}
+    verified = "outputs only 3" if mode == "reduce-overhead" else "equal 3"
+    check(dataclasses.replace(case, expect=dict(case.expect) | {"train.verified": verified}, **settings))
 
 
 class Keeper(Classifier):
