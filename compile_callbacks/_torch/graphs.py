@@ -1,11 +1,11 @@
-"""Copies and examines FX graphs of Dynamo and AOTAutograd, compares their results, and adds nodes."""
+"""Copies and examines FX graphs of Dynamo and AOTAutograd, and adds nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -105,20 +105,36 @@ def _writes_statistics(graph_module: torch.fx.GraphModule, user: Any, value: tor
     return known is not None and training is True and at <= set(known) and names <= {"running_mean", "running_var"}
 
 
+_LOCAL_NAMESPACES = ("", "aten", "prims", "prim", "torchvision", "torchaudio")
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp")
 
 
 def has_collective(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether a graph communicates with other processes, in its forward or its backward pass."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return any(
+        _namespace(node) in _COLLECTIVE_NAMESPACES
+        or str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
+        or isinstance(node.meta.get("example_value"), dtensor)
+        for node in _all_nodes(graph_module)
+    )
+
+
+def may_communicate(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether the processes of a group run a custom operator, which may communicate."""
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return several and any(_namespace(node) not in _LOCAL_NAMESPACES for node in _all_nodes(graph_module))
+
+
+def _all_nodes(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     for subgraph in graph_module.modules():
-        for node in subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ():
-            namespace = str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
-            of_distributed = str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
-            has_shards = isinstance(node.meta.get("example_value"), dtensor)
-            if namespace in _COLLECTIVE_NAMESPACES or of_distributed or has_shards:
-                return True
-    return False
+        yield from subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ()
+
+
+def _namespace(node: torch.fx.Node) -> str:
+    """Return the namespace of a node's operator, or an empty string for a function of Python."""
+    return str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
 
 
 class GraphFacts(NamedTuple):
@@ -229,30 +245,6 @@ def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]
             return tree_map(result, func(*tree_map(requested, args), **tree_map(requested, kwargs or {})))
 
     return InDouble()  # type: ignore[no-untyped-call]
-
-
-def is_as_accurate(
-    expected: torch.Tensor, actual: torch.Tensor, reference: torch.Tensor, *, tolerance: float, lenient: bool
-) -> bool:
-    """Return whether a compiled result is about as close to a float64 reference as the eager result.
-
-    torch's own accuracy checks use the same function. ``actual`` is the compiled result, and ``expected`` is the eager
-    result. The function always allows an absolute and relative error of ``tolerance``. For larger errors, ``actual``
-    may have two to ten times the error of ``expected``, depending on the tensor's size, or ten times if ``lenient``.
-    """
-    from torch._dynamo.utils import same
-
-    return bool(
-        same(
-            expected,
-            actual,
-            reference,
-            tol=tolerance,
-            log_error=lambda *args: None,
-            use_larger_multiplier_for_smaller_tensor=True,
-            force_max_multiplier=lenient,
-        )
-    )
 
 
 def add_node(

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._inductor import custom_graph_pass as _custom_graph_pass
@@ -124,7 +125,7 @@ def compile_graph(
     needs, and with the seconds that Inductor took for it.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner, cudagraphify
 
     options = torch._TorchCompileInductorWrapper(None, dict(options), None).config
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
@@ -152,9 +153,10 @@ def compile_graph(
         for i, value in enumerate(example_inputs)
         if torch._dynamo.utils.get_static_address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
     ]
+    with_switch = functools.partial(_cudagraphify_with_switch, cudagraphify)
     # The tag prevents that the cache returns code that was compiled without these changes.
     options = tagged(options, f"{autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
-    with functorch_config.patch(settings):
+    with functorch_config.patch(settings), patch(f"{compile_fx.__module__}.cudagraphify", with_switch):
         compiler = compile_by or compile_fx
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
@@ -243,6 +245,31 @@ def forget_generated(modules: Sequence[types.ModuleType]) -> None:
     for module in modules:
         if sys.modules.get(module.__name__) is module:
             del sys.modules[module.__name__]
+
+
+# One switch for the process, because autograd may run the backward pass in another thread.
+_cuda_graphs = types.SimpleNamespace(run=True)
+
+
+@contextlib.contextmanager
+def without_cuda_graphs() -> Iterator[None]:
+    """Run the code that `compile_graph` compiled without its CUDA graphs, so that torch records none.
+
+    Workaround (until torch can run compiled code without CUDA graphs): `CompiledFxGraph` keeps only the function that
+    records, which `compile_graph` replaces (``cudagraphify``).
+    """
+    _cuda_graphs.run = False
+    try:
+        yield
+    finally:
+        _cuda_graphs.run = True
+
+
+def _cudagraphify_with_switch(
+    cudagraphify: Callable[..., Any], code: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    graphed = cudagraphify(code, *args, **kwargs)
+    return lambda inputs: graphed(inputs) if _cuda_graphs.run else code(inputs)
 
 
 def end_failed_warmup(device_index: int) -> bool:

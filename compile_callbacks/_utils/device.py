@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import platform
@@ -36,12 +37,35 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the number of bytes that torch can still allocate on a GPU, or ``None`` for another device."""
+    """Return the number of bytes that torch can still allocate on a device, or ``None`` if it is unknown."""
+    if device.type == "cpu":
+        return _free_host_memory()
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return min(free + torch.cuda.memory_reserved(device), limit) - torch.cuda.memory_allocated(device)
+
+
+def _free_host_memory() -> int | None:
+    """Return the available memory of a Linux machine, or what is left of the limit of a container (a cgroup)."""
+    free = None
+    with contextlib.suppress(OSError, ValueError):
+        free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
+    for folder, limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
+            # The cache of files counts as used, and the kernel frees it when it needs memory.
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+            left = int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
+            free = left if free is None else min(free, left)
+    return free
+
+
+_CGROUPS = (  # of version 2 and 1
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 def device_name(device: torch.device) -> str:

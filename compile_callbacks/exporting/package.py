@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -158,7 +158,7 @@ def compare_with_eager(
         outputs = tree_leaves(function(*copied_args, **copied_kwargs))
         return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
 
-    def run_in_double(which: str, keep: Collection[str]) -> Results:
+    def run_in_double() -> Results:
         double_of = _torch.graphs.DOUBLE_OF
         with _torch.graphs.computing_in_double(True):
             return run(copy.deepcopy(eager).double(), lambda x: x.to(double_of.get(x.dtype, x.dtype), copy=True))

@@ -85,13 +85,11 @@ class GraphBackend:
             return graph
 
         def use(graph: CompiledGraph, compiled: Callable[..., Any]) -> None:
-            uses_cudagraphs = self._config.uses_cudagraphs and device.type == "cuda"
-            if uses_cudagraphs:
+            if self._config.uses_cudagraphs and device.type == "cuda":
                 compiled = CudaGraph(compiled, device, self._fallback)
             if self._fallback.settings.verify != "off":  # the next call compares the code with eager
-                graph.verification = Verification(
-                    compiled, eager, options, self._modules, self._fallback, has_collective, uses_cudagraphs
-                )
+                communicates = has_collective or _torch.graphs.may_communicate(eager)
+                graph.verification = Verification(compiled, eager, options, self._modules, self._fallback, communicates)
             graph.compiled, graph.eager = compiled, None
 
         graph = self._requested_graph(graph_module, example_inputs, options, new_graph, use, has_collective)

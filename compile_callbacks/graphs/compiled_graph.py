@@ -78,20 +78,14 @@ class CompiledGraph:
         self.eager = self.statistics = self.compiled = self.verification = self.run = None
 
     def _first_call(self, inputs: Sequence[Any]) -> Any:
+        if self.verification is not None:
+            if not self.verification.accepts(inputs):  # may raise; the next call then compares again
+                self.eager = EagerGraph(self.verification.eager, self.verification.fallback)
+            self.verification = None  # frees the captured graph of an accepted graph
         if self.eager is not None:
             return self.eager(*inputs)
-        assert self.compiled is not None
-        verification, self.verification = self.verification, None  # frees the captured graph after the call
-        self.executions.graphs += 1  # before the run, which an activation checkpoint may end by an exception
-        with _torch.autograd.preserve_versions(self.statistics(inputs) if self.statistics else ()):
-            outputs = self.compiled(*inputs) if verification is None else verification.call(inputs)
-        if verification is not None and verification.rejected:
-            self.eager = EagerGraph(verification.eager, verification.fallback)
-            verification.fallback.recorder.part_runs_eagerly()
-            self.executions.graphs -= 1
-            return outputs
         self.run = self.compiled
-        return outputs
+        return self(*inputs)
 
 
 class CudaGraph:

@@ -1,18 +1,17 @@
 """`Verification`: compares a compiled graph with the captured graph at its first call, for a `CompiledGraph`.
 
-This never calls the user's code. The captured graph runs on aliases of the call's inputs, and on clones of the inputs
-that it writes.
+This never calls the user's code. Both graphs run on aliases of the call's inputs, and on clones of the inputs that the
+graph writes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -27,22 +26,33 @@ from compile_callbacks.graphs.accuracy import (
     compare_results,
     gradients_of,
     not_compared,
-    sketches,
     tolerance,
 )
 from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.snapshot import RandomState
+
+_GRAPH_RUNS_EAGERLY = "; the graph runs eagerly from here on, because rounding errors are never this large"
+_TARGET_RUNS_EAGERLY = "; it runs eagerly from here on (verify='eager')"
+_Reaction = tuple[Literal["use", "leave", "raise"], str]
+_REACTIONS: Mapping[str, tuple[_Reaction, _Reaction]] = {
+    "candidate": (("leave", ""), ("leave", "")),
+    "warn": (("use", ""), ("leave", _GRAPH_RUNS_EAGERLY)),
+    "eager": (("leave", _TARGET_RUNS_EAGERLY), ("leave", _TARGET_RUNS_EAGERLY)),
+    "raise": (("raise", " (verify='raise')"), ("raise", " (verify='raise')")),
+}
+"""What happens to a graph that differs, and what the message says: if its results are imprecise, and if they are wrong.
+
+A graph that is equal or was not compared is used. With ``"raise"``, a comparison that fails with an error raises.
+"""
 
 
 @dataclass(eq=False)
 class Verification:
     """Compares one compiled graph with the captured graph at its first call, and decides which of them runs.
 
-    To compare gradients, `Verification` runs the compiled graph once more, on aliases of the inputs. Otherwise, it runs
-    the compiled graph once, for the user's call, and compares these outputs with eager's. A graph with a collective is
-    not compared, because processes compile at different times, and an additional collective would wait forever.
-    Gradients are not compared with CUDA graphs: torch records them in the order of calls, so an additional backward
-    pass would become a part of each step.
+    A graph with a collective is not compared, because processes compile at different times, and an additional
+    collective would wait forever. In a group of processes, a custom operator may be one. Gradients of tensor subclasses
+    and of frozen weights are not compared.
     """
 
     compiled: Callable[..., Any]
@@ -50,82 +60,98 @@ class Verification:
     options: Mapping[str, Any]
     modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
     fallback: EagerFallback
-    has_collective: bool
-    uses_cudagraphs: bool
-    rejected: bool = False  # whether the captured graph runs from now on
-    _outputs: Any = None  # of the user's own call, if this object made it
-    _undo: Sequence[Callable[[], None]] = ()  # undoes the changes by the user's call
+    communicates: bool  # with other processes
 
-    def call(self, inputs: Sequence[Any]) -> Any:
-        """Make the first call. If it rejects the compiled graph, the outputs are those of the captured graph."""
-        if self.has_collective:
-            self._react_to(not_compared("collective"))
-            return self.compiled(*inputs)
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the compiled graph can be used."""
+        if self.communicates:
+            return self._react_to(not_compared("collective"))
         try:
-            comparison = self._run_and_compare(inputs, self._names(inputs))
-            self.rejected = not self._react_to(comparison)
-        except torch.OutOfMemoryError as error:  # from the user's own call
-            self._react_to(_not_compared(error))
-            raise
+            return self._react_to(self._run_and_compare(inputs))
         except _CompiledGraphFailedError as failure:
-            self._report_failure(failure.args[0])
-            self.rejected = True
-        if not self.rejected:
-            return self.compiled(*inputs) if self._outputs is None else self._outputs
-        for step in self._undo:
-            step()
-        with _torch.modes.restored_after_error():
-            return self.eager.forward(*inputs)
-
-    def _report_failure(self, error: Exception) -> None:
-        if self.fallback.settings.on_error == "raise":
-            raise self.fallback.as_compile_error(error) from error
-        self.fallback.eventful_call().runs_target_eagerly = True
-        self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+            error = failure.args[0]
+            if self.fallback.settings.on_error == "raise":
+                raise self.fallback.as_compile_error(error) from error
+            self.fallback.eventful_call().runs_target_eagerly = True
+            self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+            return False
 
     def _react_to(self, comparison: Comparison) -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
         settings, (target, phase) = self.fallback.settings, self.fallback.key[:2]
-        self.fallback.recorder.compiles_seen += 1
-        fix = None
+        recorder, reason, fix = self.fallback.recorder, comparison.reason, None
+        recorder.compiles_seen += 1
         if comparison.why_not in ("dropout", "random numbers"):
-            mode = self.fallback.recorder.mode_arguments[phase]
+            mode = recorder.mode_arguments[phase]
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
-        verdict, reason = comparison.verdict, comparison.reason
-        self.fallback.recorder.record(
-            "verify",
-            self.fallback.key,
-            fix=fix,
-            verdict=verdict,
-            why_not=comparison.why_not,
-            reason=reason,
-            max_abs_error=comparison.max_abs_error,
-        )
+        known = {
+            name: getattr(comparison, name) for name in ("verdict", "reason", "why_not", "max_abs_error", "tensors")
+        }
+        recorder.record("verify", self.fallback.key, fix=fix, noisy_tensors=comparison.noisy, **known)
         if settings.verify == "raise" and comparison.why_not == "error":
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
-        if verdict != "differs":
+        if comparison.verdict != "differs":
             return True
-        if settings.on_trial:
-            self.fallback.eventful_call().runs_target_eagerly = True
-            return False
+        reaction, consequence = _REACTIONS["candidate" if settings.on_trial else settings.verify][comparison.is_wrong]
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
         rounds = comparison.may_be_rounding and not self.options.get("fallback_by_default")  # else runs eager's kernels
-        known = "numerics" in _torch.inductor.option_names()
-        if rounds and known and self.options.get("numerics", "default") == "default":
+        advised = rounds and "numerics" in _torch.inductor.option_names()
+        if advised and self.options.get("numerics", "default") == "default":
             message += "; options={'numerics': 'strict'} is closer to eager, but slower"
-        if settings.verify == "raise":
-            raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
-        if settings.verify == "eager":
+        if reaction == "raise":
+            raise CompileError(with_code("CC302", message + consequence))
+        if reaction == "leave" and consequence != _GRAPH_RUNS_EAGERLY:
             self.fallback.eventful_call().runs_target_eagerly = True
-            message += "; it runs eagerly from here on (verify='eager')"
-        elif comparison.is_wrong:
-            message += "; the graph runs eagerly from here on, because rounding errors are never this large"
-        rejects = settings.verify == "eager" or comparison.is_wrong
-        if rejects:
-            self.fallback.recorder.record("fallback", self.fallback.key, reason=reason, code="CC302")
-        self.fallback.warn("CC302", message)
-        return not rejects
+        if not settings.on_trial:
+            if reaction == "leave":
+                recorder.record("fallback", self.fallback.key, reason=reason, code="CC302")
+            self.fallback.warn("CC302", message + consequence)
+        return reaction == "use"
+
+    def _run_and_compare(self, inputs: Sequence[Any]) -> Comparison:
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        random_state = RandomState(inputs)
+        with _unnoticed(random_state):
+            try:
+                aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+                facts = _torch.graphs.examine_graph(self.eager, aliases)
+                frozen = any(True for _ in (*self.eager.parameters(), *self.eager.buffers()))
+                with_gradients = trains and not facts.has_subclasses and not frozen
+                device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+                needed = needed_bytes(facts, inputs, with_gradients=with_gradients)
+                check_memory(needed, free_memory(device))
+                runs = _Runs(inputs, self._names(inputs), sorted(facts.written), with_gradients)
+                expected = runs.run(self._eager_function())
+                expected.gradients = {name: gradient.cpu() for name, gradient in expected.gradients.items()}
+            except Exception as error:
+                return _not_compared(error)
+            drew = random_state.drawn()
+            if drew and not _torch.inductor.draws_as_eager(self.options):
+                named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
+                return not_compared("dropout" if named else "random numbers")
+            random_state.restore()
+            try:
+                with _torch.inductor.without_cuda_graphs():
+                    actual = runs.run(self.compiled)
+            except torch.OutOfMemoryError as error:
+                return _not_compared(error)
+            except Exception as error:
+                raise _CompiledGraphFailedError(error) from error
+
+            def run_in_double() -> Results:
+                if drew:
+                    raise ValueError("it would draw other random numbers")
+                check_memory(2 * needed, free_memory(device))
+                return runs.run(self._eager_function(double=True), double=True)
+
+            try:
+                comparison = compare_results(expected, actual, tolerance(tensors, facts.dtypes), run_in_double)
+            except Exception as error:
+                return _not_compared(error)
+        outputs_only = comparison.verdict == "equal" and trains and not with_gradients
+        return Comparison("outputs only", max_abs_error=comparison.max_abs_error) if outputs_only else comparison
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
@@ -135,65 +161,8 @@ class Verification:
             names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
         return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
 
-    def _run_and_compare(self, inputs: Sequence[Any], names: Sequence[str]) -> Comparison:
-        """Run the graph eagerly and compiled, and compare the runs. The compiled run may be the user's own call."""
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        random_state = RandomState(inputs)
-        try:
-            with _unnoticed(random_state):
-                aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-                facts = _torch.graphs.examine_graph(self.eager, aliases)
-                in_users_call = self.uses_cudagraphs or facts.has_subclasses or self._has_constants()
-                with_gradients = trains and not in_users_call
-                device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-                check_memory(needed_bytes(facts, inputs, with_gradients=with_gradients), free_memory(device))
-                written = sorted(facts.written)
-                runs = _Runs(inputs=inputs, names=names, written=written, with_gradients=with_gradients)
-                expected = runs.run(self._eager_function())
-                drew = random_state.drawn()
-        except Exception as error:
-            return _not_compared(error)
-        if drew and not _torch.inductor.draws_as_eager(self.options):
-            named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
-            return not_compared("dropout" if named else "random numbers")
-        try:
-            if with_gradients:
-                with _unnoticed(random_state):
-                    actual = runs.run(self.compiled, expected)
-            else:
-                self._undo = [random_state.restore, runs.restore]
-                self._outputs = self.compiled(*inputs)
-                actual = runs.results(self._outputs, inputs)
-        except torch.OutOfMemoryError as error:
-            if not with_gradients:
-                raise  # from the user's own call
-            return _not_compared(error)
-        except Exception as error:
-            raise _CompiledGraphFailedError(error) from error
-
-        def rerun(which: str, keep: Collection[str]) -> Results:
-            if drew:
-                raise ValueError("it would draw other random numbers")
-            double = which == "float64"
-            function = self.compiled if which == "compiled" else self._eager_function(double=double)
-            return runs.run(function, expected, keep=keep, double=double)
-
-        try:
-            with _unnoticed(None):
-                comparison = compare_results(expected, actual, tolerance(tensors, facts.dtypes), rerun)
-        except Exception as error:
-            return _not_compared(error)
-        outputs_only = comparison.verdict == "equal" and trains and not with_gradients
-        return Comparison("outputs only", max_abs_error=comparison.max_abs_error) if outputs_only else comparison
-
-    def _has_constants(self) -> bool:
-        return next(itertools.chain(self.eager.parameters(), self.eager.buffers()), None) is not None
-
     def _eager_function(self, *, double: bool = False) -> Callable[..., Any]:
         """Return the captured graph. If its weights are frozen, copy the buffers, because the graph may write them."""
-        if not self._has_constants():
-            return self.eager.forward
         if double:
             return copy.deepcopy(self.eager).double().forward
         buffers = {name: buffer.clone() for name, buffer in self.eager.named_buffers()}
@@ -204,7 +173,7 @@ class _CompiledGraphFailedError(Exception):
     """A compiled graph raised the error in ``args``, but its eager run did not raise."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Runs:
     """Runs a graph several times on the same inputs."""
 
@@ -212,46 +181,21 @@ class _Runs:
     names: Sequence[str]
     written: Sequence[int]  # the positions of the inputs that the graph writes
     with_gradients: bool
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the outputs of the first run
 
-    def __post_init__(self) -> None:
-        written = [self.inputs[position] for position in self.written]
-        self._saved = {_address(value): value.untyped_storage().clone() for value in written}
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        like: Results | None = None,
-        *,
-        keep: Collection[str] = (),
-        double: bool = False,
-    ) -> Results:
+    def run(self, function: Callable[..., Any], *, double: bool = False) -> Results:
         """Run a function on aliases of the inputs."""
         arguments, leaves = self._arguments(double)
         # In the grad mode of the call: without gradients, no argument requires grad, but the graph may need the mode.
-        with _torch.graphs.computing_in_double(double):
-            results = self.results(function(*arguments), arguments)
+        with _torch.modes.restored_after_error(), _torch.graphs.computing_in_double(double):
+            outputs = function(*arguments)
+            tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
+            changed = {self.names[position]: arguments[position] for position in self.written}
             # Copied before the backward pass, because an activation checkpoint writes to them again.
-            names = [self.names[position] for position in self.written]
-            written = {name: results.tensors[name].detach().clone() for name in names}
-            gradients = gradients_of(results.tensors, (like or results).tensors, leaves)
-        results.tensors = {name: tensor.detach() for name, tensor in results.tensors.items()} | written
-        if keep:
-            results.gradients = {name: gradients.get(name, torch.zeros_like(leaves[name])).cpu() for name in keep}
-        else:
-            results.sketches = dict.fromkeys(leaves, [0.0] * 3) | sketches(gradients)
-        return results
-
-    def results(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> Results:
-        """Return the outputs of a call, and the inputs that the call wrote."""
-        tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
-        return Results(tensors | {self.names[position]: inputs[position] for position in self.written})
-
-    def restore(self) -> None:
-        """Restore the user's inputs that a call has written."""
-        for value in (self.inputs[position] for position in self.written):
-            versioned = () if value.is_inference() else (value,)
-            with torch.inference_mode(value.is_inference()), _torch.autograd.preserve_versions(versioned):
-                value.detach().copy_(_tensor_over(self._saved[_address(value)], value))
+            copies = {name: tensor.detach().clone() for name, tensor in changed.items()}
+            self.dtypes = self.dtypes or {name: tensor.dtype for name, tensor in (tensors | changed).items()}
+            gradients = gradients_of(tensors | changed, self.dtypes, leaves)
+        return Results({name: tensor.detach() for name, tensor in tensors.items()} | copies, gradients)
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return aliases of the inputs, with clones of written inputs, and the leaves of autograd's graph by name."""
@@ -265,9 +209,10 @@ class _Runs:
             if position not in self.written:
                 argument = value.detach().to(dtype)
             else:
-                memory = _address(value), value.dtype if double else None
+                storage = value.untyped_storage()
+                memory = storage.data_ptr(), value.dtype if double else None
                 if memory not in clones:
-                    clones[memory] = self._saved[memory[0]].clone()
+                    clones[memory] = storage.clone()
                     if double:
                         clones[memory] = value.detach().new_empty(0).set_(clones[memory]).to(dtype).untyped_storage()
                 # AOTAutograd reads the base of inputs that share memory, so clone a view as a view of the cloned base.
@@ -297,20 +242,18 @@ class _NoLeaf(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _unnoticed(random_state: RandomState | None) -> Iterator[None]:
+def _unnoticed(random_state: RandomState) -> Iterator[None]:
     """Hide the code of a ``with`` block from the user's program, and restore the random generators afterwards."""
     try:
         with (
             warnings.catch_warnings(),
             _torch.autograd.outside_activation_checkpoints(),
-            _torch.modes.restored_after_error(),
             _torch.modes.without_autocast_cache(),
         ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        if random_state is not None:
-            random_state.restore()
+        random_state.restore()
 
 
 def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -341,10 +284,6 @@ def check_memory(needed: int, free: int | None) -> None:
     if free is not None and needed > free:
         mib, free_mib = needed / 2**20, free / 2**20
         raise torch.OutOfMemoryError(f"the comparison may need {mib:,.0f} MiB, and {free_mib:,.0f} MiB are free")
-
-
-def _address(value: torch.Tensor) -> int:
-    return value.untyped_storage().data_ptr()
 
 
 def _not_compared(error: Exception) -> Comparison:

@@ -47,7 +47,7 @@ EVENT_KINDS = {
 EventKind = str
 """A key of `EVENT_KINDS`."""
 
-WhyNot = Literal["dropout", "random numbers", "collective", "no memory", "no float64 reference", "error"]
+WhyNot = Literal["dropout", "random numbers", "collective", "no memory", "no float64 reference", "rounding", "error"]
 """Why a graph was not compared with eager."""
 
 Result = Literal["differs", "equal", "outputs only", "not compared"]
@@ -101,6 +101,8 @@ class CompileEvent:
         verdict: The result of the comparison with eager, for the kind ``"verify"``.
         why_not: Why the graph was not compared, if the verdict is ``"not compared"``. ``reason`` has the details.
         max_abs_error: Largest absolute error of an output, or ``None`` if the graph was not compared.
+        tensors: Number of outputs, mutated inputs and gradients of the graph.
+        noisy_tensors: How many of them were not compared, because rounding alone decides their values.
         code: The code of the message that explains a fallback, such as ``"CC301"``.
     """
 
@@ -123,6 +125,8 @@ class CompileEvent:
     verdict: Result | None = None
     why_not: WhyNot | None = None
     max_abs_error: float | None = None
+    tensors: int = 0
+    noisy_tensors: int = 0
     code: str | None = None
 
     def __post_init__(self) -> None:

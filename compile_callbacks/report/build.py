@@ -87,13 +87,16 @@ class PhaseFacts:
     @property
     def comparisons(self) -> str | None:
         counts: Counter[tuple[Result, str]] = Counter()
+        noisy = sum(event.noisy_tensors for event in self.events("verify"))
+        tensors = sum(event.tensors for event in self.events("verify"))
         for event in self.events("verify"):
             if event.verdict is not None:
                 why_not = f" ({event.why_not})" if event.why_not else ""
                 counts[event.verdict, why_not] += 1
         order = Result.__args__  # type: ignore[attr-defined]
         ordered = sorted(counts.items(), key=lambda item: order.index(item[0][0]))
-        return ", ".join(f"{result} {count}{why_not}" for (result, why_not), count in ordered) or None
+        results = [f"{result} {count}{why_not}" for (result, why_not), count in ordered]
+        return ", ".join(results + [f"{tensors - noisy} of {tensors} tensors"] * (noisy > 0)) or None
 
     @property
     def passes(self) -> tuple[dict[str, Any], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import warnings
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
 from compile_callbacks.report.table import sections
 from tests.support.models import FEATURES, Wrapper, mlp
-from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward
+from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -85,6 +86,51 @@ def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(
     with pytest.warns(CompileWarning, match=r"the gradient of parameter '\d\.\w+' has a relative error of 2 \(tol"):
         train_step(module, inputs())
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
+
+
+def classes():
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 10))
+
+
+class Indices(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 10)
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output, output.argmax(-1)
+
+
+WRONG = {
+    "one class is not trained": (
+        classes,
+        (64, 16),
+        WrongRows("backward", (10, 32), 0, 1),
+        r"the gradient of parameter '2\.weight' has a relative error of 0\.[234]",
+    ),
+    "the last rows": (
+        classes,
+        (4096, 16),
+        WrongRows("forward", (4096, 10), 4080, 4096),
+        r"output 0 has a relative error of 0\.0[4-8]",
+    ),
+    "NaN without a float64 kernel": (
+        lambda: nn.Sequential(nn.Linear(16, 10), Noise(nn.Identity())),
+        (64, 16),
+        WrongRows("backward", (10, 16), 0, 1, math.nan),
+        r"gradient of parameter '0\.weight' has a relative error of inf .* no float64 reference",
+    ),
+    "integers": (Indices, (64, 16), Doubling(torch.ops.aten.argmax.default, factor=3), "output 1 differs in "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_of_few_elements_in_low_precision_are_found_in_each_call(compiled, name):
+    make, shape, wrong, message = WRONG[name]
+    module = compiled(make(), passes=[wrong], verify="raise", train_mode=RANDOM)
+    for _ in range(2):  # the graph that was not accepted is compared again
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(CompileError, match=message):
+            module(torch.randn(shape))
 
 
 @pytest.mark.usefixtures("recompiles_at_once")

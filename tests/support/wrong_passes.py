@@ -62,3 +62,25 @@ class WrongBackward(GraphPass):
 
     def uuid(self):
         return None
+
+
+class WrongRows(GraphPass):
+    """Multiplies some rows of a tensor of this shape that the forward or the backward graph returns."""
+
+    def __init__(self, graph, shape, start, stop, factor=0.0):
+        self.graph, self.shape, self.rows, self.factor = graph, shape, (start, stop), factor
+
+    def __call__(self, graph, is_inference):
+        output, aten = graph.output_node(), torch.ops.aten
+        if any(node.name.startswith("tangents") for node in graph.nodes) != (self.graph == "backward"):
+            return
+        for node in [node for node in output.args[0] if node is not None and node.meta["val"].shape == self.shape]:
+            with graph.inserting_before(output):
+                rows = graph.call_function(aten.slice.Tensor, (node, 0, *self.rows))
+                wrong = graph.call_function(aten.mul.Tensor, (rows, self.factor))
+                changed = graph.call_function(aten.slice_scatter.default, (node, wrong, 0, *self.rows))
+            changed.meta["val"] = node.meta["val"]
+            output.replace_input_with(node, changed)
+
+    def uuid(self):
+        return None

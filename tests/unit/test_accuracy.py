@@ -13,18 +13,38 @@ from compile_callbacks.graphs import accuracy
 )
 def test_a_gradient_whose_terms_cancel_out_consists_of_rounding_errors(true, error, verdict):
     """For example, the bias of a convolution before a batch norm, whose eager gradient may be exact by chance."""
-    allowed = accuracy.tolerance([torch.zeros(1)])
     weight, noise = torch.ones(16), 2**-14 * torch.ones(16)
-    gradients = {
-        "eager": {"weight": weight, "bias": true * noise},
-        "compiled": {"weight": weight, "bias": error * noise},
-        "float64": {"weight": weight.double(), "bias": true * noise.double()},
-    }
 
-    def rerun(which, names):
-        return accuracy.Results({}, gradients={name: gradients[which][name] for name in names})
+    def results(bias, dtype=torch.float32):
+        return accuracy.Results({}, {"weight": weight.to(dtype), "bias": (bias * noise).to(dtype)})
 
-    eager, compiled = (
-        accuracy.Results({}, sketches=accuracy.sketches(gradients[which])) for which in ("eager", "compiled")
-    )
-    assert accuracy.compare_results(eager, compiled, allowed, rerun).verdict == verdict
+    allowed = accuracy.tolerance([weight])
+    found = accuracy.compare_results(results(true), results(error), allowed, lambda: results(true, torch.float64))
+    assert found.verdict == verdict
+
+
+@pytest.mark.parametrize(("right", "verdict"), [("compiled", "equal"), ("eager", "differs")])
+def test_integers_are_exact_or_float64_decides(right, verdict):
+    values = {"eager": torch.arange(1000), "compiled": torch.arange(1000).index_fill(0, torch.tensor([5]), 7)}
+    eager, compiled, truth = (accuracy.Results({"output 0": values[name]}) for name in ("eager", "compiled", right))
+    assert accuracy.compare_results(eager, compiled, 3.5e-4, lambda: truth).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("eager_error", "compiled", "verdict", "noisy"),
+    [
+        (1.3, lambda truth: truth + 1.3 * torch.randn_like(truth), "equal", 1),
+        (0.3, torch.neg, "differs", 0),
+        (0.1, lambda truth: truth + 0.2 * torch.randn_like(truth), "equal", 0),
+        (0.1, lambda truth: truth * (torch.arange(4096) > 256), "differs", 0),  # its norm alone could be rounding
+    ],
+)
+def test_a_tensor_that_rounding_alone_decides_is_counted_as_not_compared(eager_error, compiled, verdict, noisy):
+    torch.manual_seed(0)
+    truth = torch.randn(4096).double()
+    expected = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": truth + eager_error * torch.randn(4096)})
+    actual = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": compiled(truth)})
+    truths = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": truth})
+    found = accuracy.compare_results(expected, actual, 0.03, lambda: truths)
+    assert (found.verdict, found.noisy, found.tensors) == (verdict, noisy, 2)
+    assert (found.reason or "").startswith("rounding alone moves the gradient by 13") == bool(noisy)

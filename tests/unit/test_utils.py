@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
 from compile_callbacks import CompileReport, PhaseReport
+from compile_callbacks._utils import device
 from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
@@ -94,7 +96,18 @@ def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(fra
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
     assert free_memory(torch.device("cuda", 0)) == free
-    assert free_memory(torch.device("cpu")) is None
+    assert free_memory(torch.device("meta")) is None
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
+@pytest.mark.parametrize(("limit", "free"), [("1000", 1000 - 700 + 500), ("max", None)])
+def test_free_memory_of_a_cpu_is_what_is_left_of_the_limit_of_the_container(limit, free, tmp_path, monkeypatch):
+    files = {"memory.max": limit, "memory.current": "700", "memory.stat": "anon 200\ninactive_file 500\nfile 500\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(device, "_CGROUPS", [(tmp_path, "memory.max", "memory.current")])
+    found = free_memory(torch.device("cpu"))
+    assert found == free if free else found > 2**20
 
 
 def test_processes_that_write_one_file_lose_no_record(tmp_path):
