@@ -10,7 +10,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -151,7 +151,7 @@ class Verification:
             except Exception as error:
                 return _not_compared(error)
         outputs_only = comparison.verdict == "equal" and trains and not with_gradients
-        return Comparison("outputs only", max_abs_error=comparison.max_abs_error) if outputs_only else comparison
+        return replace(comparison, verdict="outputs only") if outputs_only else comparison
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileWarning, compile_phases, report_of, restore
+from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
 from compile_callbacks.graphs import accuracy, verification
 from tests.support.models import FEATURES, Cosines, mlp
-from tests.support.wrong_passes import WrongForward
+from tests.support.wrong_passes import WrongBackward, WrongForward
 
 pytestmark = pytest.mark.gpu
 
@@ -21,18 +21,37 @@ def plain():
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
 
 
-def test_with_cuda_graphs_outputs_are_compared_in_training_and_all_results_in_inference():
-    module, x = compile_phases(mlp().cuda(), train_mode="reduce-overhead", infer_mode="reduce-overhead"), None
+def recordings_and_memory(verify):
+    torch.compiler.reset()  # frees the CUDA graphs of other tests
+    modes = {"train_mode": "reduce-overhead", "infer_mode": "reduce-overhead"}
+    module, x = compile_phases(mlp().cuda(), **modes, verify=verify), torch.randn(8, FEATURES, device="cuda")
     for _ in range(4):
-        x = torch.randn(8, FEATURES, device="cuda")
         module.zero_grad()  # gradients may lie in memory of the CUDA graph, which its next run overwrites
         module(x).square().mean().backward()
-    with torch.no_grad():
-        module(x)
+        with torch.no_grad():
+            module(x)
     report = report_of(module)
-    assert report.train.verified == "outputs only 1"
-    assert report.infer.verified == "equal 1"
-    assert module[1].num_batches_tracked == 5
+    assert report.train.verified == report.infer.verified == (None if verify == "off" else "equal 1")
+    assert module[1].num_batches_tracked == 8
+    module.zero_grad()
+    roots = torch._inductor.cudagraph_trees.get_manager(x.device.index).get_roots()
+    children = sorted(len(node.children) for node in roots)
+    torch.cuda.empty_cache()
+    memory = torch.cuda.memory_reserved()
+    restore(module)
+    return children, memory
+
+
+def test_with_cuda_graphs_all_results_are_compared_before_torch_records():
+    unverified = [recordings_and_memory("off") for _ in range(2)][1]  # the first run also loads libraries
+    assert recordings_and_memory("raise") == unverified
+
+
+def test_with_cuda_graphs_wrong_gradients_are_found():
+    module = compile_phases(plain(), train_mode="reduce-overhead", passes=[WrongBackward()], verify="raise")
+    for _ in range(2):
+        with pytest.raises(CompileError, match="has a relative error of 2 "):
+            module(torch.randn(8, FEATURES, device="cuda"))
     restore(module)
 
 
