@@ -1,7 +1,4 @@
-"""`InductorConfig`: refused settings, its key, and saving and loading as data that cannot run code.
-
-Also the refused settings of `compile_phases` and `InductorBackend`.
-"""
+"""`InductorConfig` and `Tune`: refused arguments, keys, and saving and loading as data that cannot run code."""
 
 from __future__ import annotations
 
@@ -14,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import GraphPass, InductorBackend, InductorCompile, InductorConfig, compile_phases, graph_pass
+import compile_callbacks
+from compile_callbacks import InductorBackend, InductorCompile, InductorConfig, Tune, compile_phases, graph_pass
 
 pytestmark = pytest.mark.all_versions
 
 
-class Scale(GraphPass):
+class Scale(compile_callbacks.GraphPass):
     def __init__(self, factor=2):
         self.factor = factor
 
@@ -32,73 +30,65 @@ def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
     pass
 
 
-OVERRULED = {"mode": "reduce-overhead", "options": {"max_autotune": True}}
-SPELLINGS = {"max-autotune": True, "max_autotune": True}
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "texts"),
-    [
-        ({"mode": "max-autotun"}, ValueError, ["mode='max-autotun'", "did you mean 'max-autotune'", "'default'"]),
-        ({"mode": None}, TypeError, ["mode=None", "'default'"]),
-        ({"template": "cutlas"}, ValueError, ["template='cutlas'", "did you mean 'cutlass'"]),
-        ({"options": {"max_autotun": True}}, ValueError, ["'max_autotun' is unknown", "did you mean 'max_autotune'"]),
-        ({"options": {"zzz": True}}, ValueError, ["'zzz' is unknown", "list_options()"]),
-        ({"options": {"max_autotune": 1}}, TypeError, ["options['max_autotune']=1", "bool", "int"]),
-        ({"options": {"max_fusion_size": "64"}}, TypeError, ["options['max_fusion_size']='64'", "int", "str"]),
-        ({"options": SPELLINGS}, ValueError, ["'max_autotune' in two spellings"]),
-        ({"options": {"post_grad_custom_post_pass": 3}}, TypeError, ["post_grad_custom_post_pass", "3"]),
-        (OVERRULED, ValueError, [*("mode='reduce-overhead'", "={'triton.cudagraphs': True, 'max_autotune': True}")]),
-        ({"mode": "lite", "template": "aten"}, ValueError, ["mode='lite'", "template='aten'"]),
-        ({"fullgraph": 1}, TypeError, ["fullgraph=1"]),
-        ({"dynamic": "yes"}, TypeError, ["dynamic='yes'"]),
-        ({"activation_memory_budget": 1.5}, ValueError, ["activation_memory_budget=1.5"]),
-        ({"activation_memory_budget": "half"}, TypeError, ["activation_memory_budget='half'"]),
-        ({"dynamo": {"capture_scalar_output": True}}, ValueError, ["did you mean 'capture_scalar_outputs'"]),
-        ({"dynamo": {"allow_rnn": 1}}, TypeError, ["dynamo['allow_rnn']=1", "True or False"]),
-        ({"passes": [3]}, TypeError, ["passes", "3"]),
-        ({"passes": [Scale]}, TypeError, ["passes", "Scale(...)"]),
-        ({"passes": [lambda graph, is_inference: None]}, TypeError, ["passes", "graph_pass"]),
-    ],
-)
-def test_wrong_settings_are_refused_by_name(settings, error, texts):
-    with pytest.raises(error) as caught:
-        InductorConfig(**settings)
-    assert [text for text in texts if text not in str(caught.value)] == []
-
-
 TWICE = InductorConfig(options={"post-grad-custom-post-pass": changes_nothing})
 SAME_HOOK = r"options\['post_grad_custom_post_pass'\] and passes=.* use the same hook"
-CANDIDATES = {"candidates": ["default"]}
+OVERRULED = {"mode": "reduce-overhead", "options": {"max_autotune": True}}
+SPELLINGS = {"max-autotune": True, "max_autotune": True}
 of_function, of_module = (functools.partial(compile_phases, callee) for callee in (torch.relu, nn.ReLU()))
+tune = functools.partial(Tune, candidates=["default"])
+VALUES = [
+    (InductorConfig, {"mode": "max-autotun"}, "mode='max-autotun' is unknown; did you mean 'max-autotune'.*'default'"),
+    (InductorConfig, {"template": "cutlas"}, "template='cutlas' is unknown; did you mean 'cutlass'"),
+    (InductorConfig, {"options": {"max_autotun": True}}, "'max_autotun' is unknown .*did you mean 'max_autotune'"),
+    (InductorConfig, {"options": {"zzz": True}}, r"'zzz' is unknown .*list_options\(\)"),
+    (InductorConfig, {"options": SPELLINGS}, "'max_autotune' in two spellings"),
+    (InductorConfig, OVERRULED, r"mode='reduce-overhead'.*={'triton\.cudagraphs': True, 'max_autotune': True}"),
+    (InductorConfig, {"mode": "lite", "template": "aten"}, "mode='lite' and template='aten'"),
+    (InductorConfig, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5"),
+    (InductorConfig, {"dynamo": {"capture_scalar_output": True}}, "did you mean 'capture_scalar_outputs'"),
+    (InductorConfig, {"options": TWICE.options, "passes": [Scale()]}, SAME_HOOK),
+    (InductorCompile, {"train_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
+    (InductorCompile, {"infer_mode": {"candidates": [TWICE, "default"]}, "passes": [Scale()]}, SAME_HOOK),
+    (of_module, {"infer_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
+    (of_module, {"targets": ["no.such"]}, "targets='no.such'"),
+    (of_function, {"targets": ["net"]}, "targets="),
+    (of_function, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
+    (of_function, {"infer_mode": {"candidates": ["default"]}}, r"infer_mode='tune\(default\)'"),
+    (InductorBackend, {"mode": None}, "mode=None compiles nothing"),
+    (InductorBackend, {"mode": {"optoins": {}}}, "mode: field='optoins'"),
+    (InductorBackend, {"verify": "no"}, "verify='no'"),
+    (InductorBackend, {"name": "a\nb"}, "name="),
+    (InductorCompile, {"train_mode": "autoo"}, "train_mode='autoo' is unknown; did you mean 'auto'"),
+    (InductorCompile, {"train_mode": {"candidates": ["default"], "step": 7}}, "field='step' .* did you mean 'steps'"),
+    (Tune, {"candidates": ["eager", None]}, "has no candidate except eager"),
+    (Tune, {"candidates": ["defualt"]}, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
+    (tune, {"steps": 4}, "steps=4 must be 5 or more"),
+]
+TYPES = [
+    (InductorConfig, {"mode": None}, "mode=None .*'default', not NoneType"),
+    (InductorConfig, {"options": {"max_autotune": 1}}, r"options\['max_autotune'\]=1 must be of type bool, not int"),
+    (InductorConfig, {"options": {"max_fusion_size": True}}, r"\['max_fusion_size'\]=True must be of type int, not b"),
+    (InductorConfig, {"options": {"post_grad_custom_post_pass": 3}}, "post_grad_custom_post_pass.*3"),
+    (InductorConfig, {"fullgraph": 1}, "fullgraph=1"),
+    (InductorConfig, {"dynamic": "yes"}, "dynamic='yes'"),
+    (InductorConfig, {"activation_memory_budget": "half"}, "activation_memory_budget='half'"),
+    (InductorConfig, {"dynamo": {"allow_rnn": 1}}, r"dynamo\['allow_rnn'\]=1 must be True or False"),
+    (InductorConfig, {"passes": [Scale]}, r"passes.*Scale\(\.\.\.\)"),
+    (InductorConfig, {"passes": [lambda graph, is_inference: None]}, "passes.*graph_pass"),
+    (functools.partial(compile_phases, 3), {}, "module=3"),
+    (Tune, {"candidates": "default"}, "candidates='default' must be a list"),
+    (Tune, {"candidates": ["default", 3]}, r"candidates\[1\]=3"),
+    (tune, {"step": 7}, "Tune has no argument 'step'. Did you mean 'steps'"),
+    (tune, {"mode": "default"}, "Tune has no argument 'mode'. Arguments: candidates, steps"),
+    (tune, {"budget_seconds": 60}, "Tune has no argument 'budget_seconds'. It has no replacement"),
+]
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "text"),
-    [
-        (of_function, {"targets": ["net"]}, "targets="),
-        (of_function, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
-        (of_function, {"infer_mode": CANDIDATES}, r"infer_mode='tune\(default\)'"),
-        (of_module, {"targets": ["no.such"]}, "targets='no.such'"),
-        (InductorBackend, {"mode": "defualt"}, "did you mean 'default'"),
-        (InductorBackend, {"mode": None}, "mode=None compiles nothing"),
-        (InductorBackend, {"mode": {"optoins": {}}}, "mode: field='optoins'"),
-        (InductorBackend, {"verify": "no"}, "verify='no'"),
-        (InductorBackend, {"name": "a\nb"}, "name="),
-        (InductorConfig, {"options": TWICE.options, "passes": [Scale()]}, SAME_HOOK),
-        (InductorCompile, {"train_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
-        (InductorCompile, {"infer_mode": {"candidates": [TWICE, "default"]}, "passes": [Scale()]}, SAME_HOOK),
-        (of_module, {"infer_mode": TWICE, "passes": [Scale()]}, SAME_HOOK),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(function, arguments, text):
-    with pytest.raises(ValueError, match=text):
-        function(**arguments)
-
-
-def test_compile_phases_refuses_what_is_no_module():
-    with pytest.raises(TypeError, match="module=3"):
-        compile_phases(3)
+@pytest.mark.parametrize("row", [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES])
+def test_wrong_arguments_are_refused_by_name(row):
+    error, call, arguments, text = row
+    with pytest.raises(error, match=rf"{text}.*\[CC20\d: "):
+        call(**arguments)
 
 
 def test_every_mode_of_the_installed_torch_is_accepted():
@@ -118,31 +108,47 @@ def test_a_config_is_immutable():
         config.options["max_autotune"] = False
 
 
-SETTINGS = [
-    *({}, {"mode": "lite"}, {"template": "aten"}, {"dynamic": True}, {"fullgraph": True}, {"freezing": True}),
-    *({"activation_memory_budget": 0.5}, {"options": {"max_autotune": True}}, {"passes": [changes_nothing]}),
-    *({"dynamo": {"capture_scalar_outputs": True}}, {"dynamo": {"allow_rnn": True}}),
-    *({"passes": [Scale(2)]}, {"passes": [Scale(3)]}),
-    {"mode": "reduce-overhead", "dynamic": False, "fullgraph": True},
-    {"template": "aten", "freezing": True, "options": {"epilogue_fusion": False}},
-    {"passes": [changes_nothing], "activation_memory_budget": 0.5},
-    {"dynamo": {"capture_scalar_outputs": True, "allow_rnn": False}},
-]
+def test_keys_of_different_settings_differ_and_settings_are_loaded_and_copied_as_they_were():
+    several = [
+        *({}, {"mode": "lite"}, {"template": "aten"}, {"dynamic": True}, {"fullgraph": True}, {"freezing": True}),
+        *({"activation_memory_budget": 0.5}, {"options": {"max_autotune": True}}, {"passes": [changes_nothing]}),
+        *({"dynamo": {"capture_scalar_outputs": True}}, {"dynamo": {"allow_rnn": True}}),
+        *({"passes": [Scale(2)]}, {"passes": [Scale(3)]}),
+        {"template": "aten", "freezing": True, "options": {"epilogue_fusion": False}},
+        {"mode": "reduce-overhead", "dynamic": False, "dynamo": {"capture_scalar_outputs": True, "allow_rnn": False}},
+    ]
+    configs = [InductorConfig(**settings) for settings in several]
+    assert len({config.key() for config in configs}) == len(several)
+    for config, settings in zip(configs, several, strict=True):
+        assert InductorConfig(**settings).key() == config.key()
+        assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict())), passes=config.passes) == config
+        assert copy.deepcopy(config) == config
+        if not config.passes:  # a decorated function cannot be pickled
+            assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_keys_of_different_settings_differ():
-    keys = [InductorConfig(**each).key() for each in SETTINGS]
-    assert len(set(keys)) == len(SETTINGS)
-    assert [InductorConfig(**each).key() for each in SETTINGS] == keys
+def test_tune_counts_equal_candidates_once_needs_no_eager_and_is_copied_as_it_was():
+    two = Tune(["eager", "default", None, {"mode": "default"}, InductorConfig(), "aten"])
+    assert two.describe() == "tune(default | aten)"
+    assert (two, hash(two)) == (Tune(["default", "aten"]), hash(Tune(["default", "aten"])))
+    assert two != Tune(["aten", "default"])
+    assert two.key() != Tune(["default"]).key()
+    for each in (two, Tune("auto"), Tune(["default"], steps=5)):
+        for twin in (copy.deepcopy(each), pickle.loads(pickle.dumps(each))):
+            assert (twin, twin.key(), twin.describe()) == (each, each.key(), each.describe())
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: InductorConfig(**settings).describe())
-def test_settings_are_loaded_and_copied_as_they_were(settings):
-    config = InductorConfig(**settings)
-    assert InductorConfig.from_dict(json.loads(json.dumps(config.to_dict())), passes=config.passes) == config
-    assert copy.deepcopy(config) == config
-    if not config.passes:  # a decorated function cannot be pickled
-        assert pickle.loads(pickle.dumps(config)) == config
+def test_modes_and_settings_of_the_program_are_in_the_report_and_may_name_commands_and_contain_passes():
+    config = {"options": {"cuda.arch": "90"}, "passes": [changes_nothing]}
+    name = InductorConfig(**config).describe()
+    for mode, described in (
+        (config, name),
+        ({"candidates": [config]}, f"tune({name})"),
+        ({"candidates": ["default", {"mode": "lite"}], "steps": 7}, "tune(default | lite, steps=7)"),
+        ("auto", "auto"),
+        ("eager", "eager"),
+    ):
+        assert InductorCompile(mode).report.train.mode == described
 
 
 # ------------------------------------------------------------------------------------------ loaded data
@@ -155,40 +161,23 @@ REFUSED = dict.fromkeys(PATHS.split(), "ATEN,/tmp/planted") | {
     "aot_inductor.custom_op_libs": ["/tmp/planted.so"],
     "aot_inductor.metadata": {"a": "b"},
 }
-ACCEPTED = {
-    "max_autotune": True,
-    "trace.debug_dir": None,
-    "epilogue_fusion": False,
-    "max-autotune-gemm-backends": "ATEN,CPP",
-    "max_autotune_conv_backends": "ATEN",
-    "max_autotune_gemm_search_space": "EXHAUSTIVE",
-    "cpp.descriptive_names": "torch",
-    "triton.multi_kernel": 1,
-    "cpp.min_chunk_size": 512,
-}
+ACCEPTED = {"max_autotune": True, "trace.debug_dir": None, "triton.multi_kernel": 1, "cpp.descriptive_names": "torch"}
+ACCEPTED |= {"max-autotune-gemm-backends": "ATEN,CPP", "max_autotune_gemm_search_space": "EXHAUSTIVE"}
 STATE = {"format": "compile_callbacks.InductorBackend", "version": 1, "state_dict": {}}
 
 
-@pytest.fixture(params=["InductorConfig", "InductorBackend"])
-def load(request):
-    """Load settings by the class that the parameter names."""
-    if request.param == "InductorConfig":
-        return InductorConfig.from_dict
-    return lambda data, **kwargs: (
-        InductorBackend.from_dict(nn.ReLU(), {**STATE, "config": data}, torch.ones(2), **kwargs).config
-    )
+def load_backend(data, **kwargs):
+    return InductorBackend.from_dict(nn.ReLU(), {**STATE, "config": data}, torch.ones(2), **kwargs).config
 
 
-def test_loaded_options_are_booleans_numbers_and_enumerated_strings(load):
+@pytest.mark.parametrize("load", [InductorConfig.from_dict, load_backend])
+def test_loaded_options_name_no_file_and_passes_are_saved_by_name_and_loaded_from_objects(load):
     for option, value in REFUSED.items():
         with pytest.raises(ValueError, match=rf"options\['{option}'\]=.* is refused in loaded settings"):
             load({"options": {option: value}})
     assert load({"options": ACCEPTED}) == InductorConfig(options=ACCEPTED)
     with pytest.raises(ValueError, match="options key 'max_autotun' is unknown"):
         load({"options": {"max_autotun": "/tmp/planted"}})
-
-
-def test_passes_are_saved_by_name_and_loaded_from_objects(load):
     saved = json.loads(json.dumps(InductorConfig(passes=[changes_nothing]).to_dict()))
     assert saved == {"passes": ["changes_nothing"]}
     assert load(saved, passes=[changes_nothing]).passes == (changes_nothing,)
@@ -199,9 +188,3 @@ def test_passes_are_saved_by_name_and_loaded_from_objects(load):
     ):
         with pytest.raises(ValueError, match=text):
             load(data, passes=passes)
-
-
-def test_settings_of_the_program_may_name_commands_and_contain_passes():
-    given = {"options": {"cuda.arch": "90"}, "passes": [changes_nothing]}
-    report, config = InductorCompile(given, {"candidates": [given]}).report, InductorConfig(**given)
-    assert (report.train.mode, report.infer.mode) == (config.describe(), f"tune({config.describe()})")

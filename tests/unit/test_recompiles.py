@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compile_callbacks.profiling.recompiles import explain_recompile, short_reason
+from compile_callbacks.profiling.recompiles import explain_recompile
 
 pytestmark = pytest.mark.all_versions
 
@@ -22,8 +22,6 @@ GRAD_MODE = "Trainer(inference_mode=False) avoids it"
          "dimension 1 of argument 0: 8, was 32", f"{AVOIDS} avoids it"),
         ("0/0: tensor 'args[0]' dtype mismatch. expected Float, actual BFloat16",
          "dtype of argument 0: bfloat16, was float", None),
-        ("0/0: tensor 'args[0]' requires_grad mismatch. expected requires_grad=0", "argument 0 now requires grad",
-         None),
         ("0/1: tensor 'G['m']._modules['fc']._parameters['bias']' requires_grad mismatch. expected requires_grad=1.",
          "'fc.bias' no longer requires grad", None),
         ("1/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(AutogradCPU), actual DispatchKeySet()",
@@ -34,18 +32,10 @@ GRAD_MODE = "Trainer(inference_mode=False) avoids it"
          "batch size of argument 0 below 2", DROPS),
         ("0/0: kwargs['scale'] == 2      # return x * scale", "value of argument 'scale': no longer 2", TENSOR),
         ("0/2: module.number == 1           # return x * self.number", "value of 'number': no longer 1", BUFFER),
-        ("1/0: ___stack0 == 0.5", "value of a result at the graph break: no longer 0.5", TENSOR),
-        ("0/0: args[1] == -2", "value of argument 1: no longer -2", TENSOR),
+        ("1/0: ___stack0 == -0.5", "value of a result at the graph break: no longer -0.5", TENSOR),
         ("0/0: args[1] == 'a'", "args[1] == 'a'", None),
-        ("0/0: args[1] == True", "args[1] == True", None),
-        ("0/0: kwargs['mask'] is None      # if mask is not None:", "kwargs['mask'] is None", None),
-        ("0/0: ___check_something_new(x)  # where", "___check_something_new(x)", None),
     ],
 )  # fmt: skip
 def test_the_reason_in_words_and_the_advice_for_the_argument_of_the_user(reason, words, fix):
     assert explain_recompile(reason, "infer_mode") == (words, fix)
     assert explain_recompile(reason) == (words, fix and fix.replace("infer_mode", "mode"))
-
-
-def test_a_reason_without_an_explanation_is_its_first_line():
-    assert short_reason("No hooks.\n  Explanation: \n  Hint: Enable them.") == "No hooks."

@@ -42,23 +42,18 @@ def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_describe_failure_ends_if_the_causes_are_a_ring(others):
-    ring = [RuntimeError("first"), *(ValueError(str(number)) for number in range(others))]
-    for error, cause in zip(ring, [*ring[1:], ring[0]], strict=True):
-        error.__cause__ = cause
-    assert describe_failure(ring[0]) == "RuntimeError: first"
+def test_describe_failure_ends_if_the_causes_are_a_ring():
+    for ring in ([RuntimeError("first")], [RuntimeError("first"), ValueError("second"), ValueError("third")]):
+        for error, cause in zip(ring, [*ring[1:], ring[0]], strict=True):
+            error.__cause__ = cause
+        assert describe_failure(ring[0]) == "RuntimeError: first"
 
 
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        ("print('no space left'); raise SystemExit(3)", "ended with exit status 3: no space left"),
-        ("import sys; print('a'); print('b', file=sys.stderr); raise SystemExit(1)", "exit status 1: a\nb"),
-        (
-            "print('command -O3\\nx.cpp:1: error: no M_PI\\nx.cpp:2: error: b'); raise SystemExit(1)",
-            "1: error: no M_PI",
-        ),
+        ("import sys; print('a'); print('b', file=sys.stderr); raise SystemExit(3)", "ended with exit status 3: a\nb"),
+        ("print('command -O3\\nx.cpp:1: error: a\\nx.cpp:2: error: b'); raise SystemExit(1)", "1: x.cpp:1: error: a"),
         ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL: it printed nothing"),
     ],
 )
@@ -70,9 +65,9 @@ def test_describe_failure_shows_the_output_of_a_failed_process(code, text):
     assert re.fullmatch(f"python.*{text}", describe_failure(error), re.DOTALL)
 
 
-@pytest.mark.parametrize("inner", ["[CC702: compile-callbacks explain CC702]", "[CC702: compile-callb…", "[CC7…"])
-def test_a_message_has_one_code(inner):
-    assert with_code("CC701", f"a pass failed {inner}").count("CC7") == 2  # the code, and the command that explains it
+def test_a_message_has_one_code():
+    for inner in ("[CC702: compile-callbacks explain CC702]", "[CC702: compile-callb…", "[CC7…"):
+        assert with_code("CC701", f"failed {inner}").count("CC7") == 2  # the code, and the command that explains it
 
 
 def test_a_report_is_text_whose_long_cells_wrap_without_loss_in_any_environment(monkeypatch):
@@ -84,18 +79,16 @@ def test_a_report_is_text_whose_long_cells_wrap_without_loss_in_any_environment(
     assert max(map(len, text.splitlines())) < 105
     assert "\x1b" not in text
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "20", "TTY_COMPATIBLE": "1"}.items():
-        with monkeypatch.context() as patched:
-            patched.setenv(name, value)
-            assert str(report) == text, name
+        monkeypatch.setenv(name, value)
+        assert str(report) == text, name
 
 
-@pytest.mark.parametrize(("fraction", "free"), [(1.0, 50), (0.25, 5)])
-def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(fraction, free, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
-    assert free_memory(torch.device("cuda", 0)) == free
+def test_free_memory_includes_unused_blocks_of_the_allocator_up_to_the_limit(monkeypatch):
+    figures = {"mem_get_info": (40, 100), "memory_reserved": 30, "memory_allocated": 20}
+    for fraction, free in ((1.0, 50), (0.25, 5)):
+        for name, value in {**figures, "get_per_process_memory_fraction": fraction}.items():
+            monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+        assert free_memory(torch.device("cuda", 0)) == free
     assert free_memory(torch.device("meta")) is None
 
 
