@@ -9,7 +9,6 @@ from unittest import mock
 
 import fsspec
 import pytest
-import torch
 from lightning.pytorch.loggers import Logger
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
@@ -34,16 +33,13 @@ def through_json(report):
 # ------------------------------------------------------------------------------------------ data
 
 
-def test_never_and_nothing_survive_json():
+def test_never_and_nothing_survive_json_and_missing_unknown_and_mistyped_fields_are_left_out():
     report = report_of(break_even_steps="never")
     assert report.train.break_even_steps == math.inf
     assert report.to_dict()["train"]["break_even_steps"] == "never"
     assert report.to_dict()["infer"]["speedup"] is None
     assert through_json(report) == report
     assert "never" in str(report)
-
-
-def test_from_dict_takes_data_with_missing_unknown_and_mistyped_fields():
     whole = report_of(compile_seconds=2.5, graphs=1, targets=["net"])
     data = json.loads(json.dumps(whole.to_dict()))
     del data["infer"], data["train"]["diagnostics"]["events"]
@@ -52,28 +48,14 @@ def test_from_dict_takes_data_with_missing_unknown_and_mistyped_fields():
     assert CompileReport.from_dict({"train": [], "artifacts": "x"}) == CompileReport()
 
 
-@pytest.mark.parametrize(
-    ("diagnostics", "row"),
-    [
-        ({"saved_for_backward_mib": 0.04}, None),  # all figures of the row are shown as zero
-        ({"saved_for_backward_mib": 0.06}, "saved for backward MiB 0.1"),
-        ({"eager_samples": 10, "compiled_samples": 241}, "samples, eager / compiled 10 / 241"),
-    ],
-)
-def test_a_table_has_the_rows_that_have_figures(diagnostics, row):
-    rows = [" ".join(line.split()) for line in str(report_of(diagnostics=diagnostics)).splitlines()]
-    shown = [line for line in rows if line.startswith(("saved for", "samples"))]
-    assert shown == [row] * (row is not None)
-
-
-class Rescaled(Classifier):
-    """Torch recompiles in the 20th step, with the same workload, because of an attribute."""
-
-    def __init__(self):
-        super().__init__(Switched())
-
-    def on_train_batch_start(self, batch, batch_idx):
-        self.net.early = batch_idx < 19
+def test_a_table_has_the_rows_that_have_figures():
+    for diagnostics, expected in (
+        ({"saved_for_backward_mib": 0.04}, []),  # all figures of the row are shown as zero
+        ({"saved_for_backward_mib": 0.06}, ["saved for backward MiB 0.1"]),
+        ({"eager_samples": 10, "compiled_samples": 241}, ["samples, eager / compiled 10 / 241"]),
+    ):
+        rows = [" ".join(line.split()) for line in str(report_of(diagnostics=diagnostics)).splitlines()]
+        assert [line for line in rows if line.startswith(("saved for", "samples"))] == expected
 
 
 class Switched(Wrapper):
@@ -81,6 +63,13 @@ class Switched(Wrapper):
 
     def forward(self, x):
         return super().forward(x) if self.early else super().forward(-x)
+
+
+class Rescaled(Classifier):
+    """Torch recompiles in the 20th step, with the same workload, because of an attribute."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.net.early = batch_idx < 19
 
 
 @pytest.mark.all_versions
@@ -93,7 +82,7 @@ def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_
     Times(monkeypatch, train=lambda variant, workload: next(ms[variant]), infer={"eager": 10, None: 9})
     callback = InductorCompile(baseline_steps=5)
     with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*train_mode='eager'"):
-        fit(callback, make=Rescaled, train=31, validation=18)
+        fit(callback, make=lambda: Rescaled(Switched()), train=31, validation=18)
     found = callback.report.to_dict()["train"]
     samples = found["diagnostics"]["eager_samples"], found["diagnostics"]["compiled_samples"]
     assert (samples, found["recompiles"]) == ((5, 18), 1)
@@ -107,7 +96,6 @@ def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_
 # ------------------------------------------------------------------------------------------ the plot
 
 EAGER, COMPILING = {"compiled": False}, {"compiling": True}
-RUN = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
 
 
 def report_of_steps(*parts, **figures):
@@ -120,7 +108,8 @@ def report_of_steps(*parts, **figures):
 
 def test_a_plot_shows_step_times_from_zero_and_the_verdict():
     pytest.importorskip("matplotlib")
-    report = report_of_steps(*RUN, eager_step_ms=10.0, compiled_step_ms=4.0, verdict="not comparable")
+    steps = [(12, 10.0, EAGER), (1, 100.0, COMPILING), (40, 4.0, {}), (1, 900.0, COMPILING), (20, 4.0, {})]
+    report = report_of_steps(*steps, eager_step_ms=10.0, compiled_step_ms=4.0, verdict="not comparable")
     figure = report.plot()
     (times,), (title,) = figure.axes, (part.get_suptitle() for part in figure.subfigs)
     legend = {entry.get_text() for entry in times.get_legend().get_texts()}
@@ -156,10 +145,9 @@ def test_each_call_appends_a_record_and_only_a_fit_on_rank_zero_prints_the_repor
 
 def test_the_sanity_check_is_eager_and_not_measured(golden):
     assert golden.sanity_graphs == 0
-    kinds = {part["kind"]: part["steps"] for part in golden.records[0]["report"]["infer"]["diagnostics"]["series"]}
-    assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 17))
-    kinds = {part["kind"]: part["steps"] for part in golden.records[0]["report"]["train"]["diagnostics"]["series"]}
-    assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, 25))
+    for phase, count in (("infer", 16), ("train", 24)):
+        kinds = {part["kind"]: part["steps"] for part in golden.after_fit[phase]["diagnostics"]["series"]}
+        assert sorted(step for steps in kinds.values() for step in steps) == list(range(1, count + 1))
     assert kinds["eager"] == [1, 2, 3, 4, 5, 6, 7]
     assert 8 in kinds["compiling"]
 
@@ -180,15 +168,7 @@ def test_what_was_not_measured_is_none():
 # ------------------------------------------------------------------------------------------ the file
 
 
-class Uncalled(Classifier):
-    """Has a report without a compile, because the steps do not call the target."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(1, 1)
-
-
-class Interrupted(Uncalled):
+class Interrupted(Classifier):
     def on_train_epoch_end(self):
         raise KeyboardInterrupt
 
@@ -199,8 +179,9 @@ class SharedFolder(RecordingLogger):
     save_dir, name, version = ".", "digits", "k3x9"
 
 
-def run(logger, *, make=Uncalled, train_mode="default", **settings):
-    callback = InductorCompile(train_mode, None, targets=["head"], baseline_steps=0)
+def run(logger, *, make=Classifier, train_mode="default", **settings):
+    """A run that has a report without a compile, because the steps do not call the target."""
+    callback = InductorCompile(train_mode, None, targets=["forward"], baseline_steps=0)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         return fit(callback, make=make, train=2, validation=None, logger=logger, **settings)
     return None
@@ -211,8 +192,8 @@ def run(logger, *, make=Uncalled, train_mode="default", **settings):
     [
         (lambda base: [RecordingLogger(), LoggerIn(base / "work")], Interrupted, FILE),  # the first has no folder
         (LoggerIn, Interrupted, f"BASE/{FILE}"),
-        (lambda base: LoggerIn("memory://runs/digits"), Uncalled, f"memory://runs/digits/{FILE}"),
-        (lambda base: SharedFolder(), Uncalled, f"./digits/k3x9/{FILE}"),
+        (lambda base: LoggerIn("memory://runs/digits"), Classifier, f"memory://runs/digits/{FILE}"),
+        (lambda base: SharedFolder(), Classifier, f"./digits/k3x9/{FILE}"),
     ],
     ids=["inside", "outside", "url", "shared"],
 )
@@ -227,33 +208,25 @@ def test_a_line_names_the_file(logger, make, path, tmp_path, monkeypatch, logged
     assert [line for line in logged() if FILE in line] == [f"report: {path}"]
 
 
-@pytest.mark.parametrize(
-    ("logger", "settings"),
-    [
+def test_no_file_is_written_without_a_folder_of_a_logger(tmp_path, monkeypatch, logged):
+    monkeypatch.chdir(tmp_path)
+    for logger, settings in (
         (False, {}),
         (RecordingLogger(), {}),
         (LoggerIn("logs"), {"fast_dev_run": 2}),
         (LoggerIn("logs"), {"train_mode": None}),
         (mock.MagicMock(Logger), {}),  # its folders are mocks
-    ],
-)
-def test_no_file_is_written_without_a_folder_of_a_logger(logger, settings, tmp_path, monkeypatch, logged):
-    monkeypatch.chdir(tmp_path)
-    run(logger, default_root_dir=tmp_path, **settings)
-    assert list(tmp_path.iterdir()) == []
+    ):
+        run(logger, default_root_dir=tmp_path, **settings)
+        assert list(tmp_path.iterdir()) == []
     assert [line for line in logged() if FILE in line] == []
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000])
-def test_a_damaged_file_is_replaced_with_a_warning(content, tmp_path):
-    (tmp_path / FILE).write_bytes(content)
-    with pytest.warns(CompileWarning, match="is damaged and will be replaced"):
-        run(LoggerIn(tmp_path))
-    assert len(json.loads((tmp_path / FILE).read_text())) == 1
-
-
-def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.warns(CompileWarning, match="the compile report was not written to .*file/logs"):
-        module = run(LoggerIn(tmp_path / "file" / "logs"))
-    assert len(module.losses) == 2
+def test_a_damaged_file_is_replaced_and_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
+    for content in (b"", b"{}", b"[" * 100_000):
+        (tmp_path / FILE).write_bytes(content)
+        with pytest.warns(CompileWarning, match="is damaged and will be replaced"):
+            run(LoggerIn(tmp_path))
+        assert len(json.loads((tmp_path / FILE).read_text())) == 1
+    with pytest.warns(CompileWarning, match=f"the compile report was not written to .*{FILE}/logs"):
+        assert len(run(LoggerIn(tmp_path / FILE / "logs")).losses) == 2
