@@ -151,8 +151,6 @@ def test_modes_and_settings_of_the_program_are_in_the_report_and_may_name_comman
         assert InductorCompile(mode).report.train.mode == described
 
 
-# ------------------------------------------------------------------------------------------ loaded data
-
 PATHS = """
 cpp.cxx cuda.arch cuda.cuda_cxx cuda.cutlass_dir rocm.rocm_home global_cache_dir trace.debug_dir cpp.descriptive_names
 aot_inductor.output_path post_grad_custom_post_pass pre-grad-custom-pass max_autotune_gemm_backends
