@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recorder import CompileRecorder
-from tests.support.models import batches_of, fit
+from tests.cases.zoo import Calls
+from tests.support.models import Classifier, batches_of, fit, mlp
 from tests.support.uncached import Slow
 
 NET = "compiling 'net' for the train phase"
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("compile_callbacks.profiling.progress.FIRST_LINE_SECONDS", 0.1)
-    monkeypatch.setattr("compile_callbacks.profiling.progress.LINE_SECONDS", 0.1)
+    for name in ("FIRST_LINE_SECONDS", "LINE_SECONDS"):
+        monkeypatch.setattr(f"compile_callbacks.profiling.progress.{name}", 0.1)
 
 
 def slow(**settings):
@@ -48,10 +49,17 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
     assert "Epoch 0" in shown
 
 
+def breaks_first(net, x):
+    x = x.sin()
+    torch._dynamo.graph_break()
+    return net(x)
+
+
 @pytest.mark.all_versions
-@pytest.mark.usefixtures("recompiles_at_once")
-def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
-    callback = InductorCompile({"dynamic": False}, None, targets=["net"], baseline_steps=0, verify="off")
+@pytest.mark.usefixtures("recompiles_at_once", "captured_graph")
+def test_events_are_lines_with_their_cause_and_what_avoids_it(logged, monkeypatch):
+    settings = {"targets": ["net"], "baseline_steps": 0, "verify": "off"}
+    callback = InductorCompile({"dynamic": False}, None, **settings)
     fit(callback, train=batches_of(8, 8, 2, 3, 4, 5, 6), validation=None)
     lines = [line for line in logged() if "recompil" in line]
     fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
@@ -60,24 +68,11 @@ def test_a_recompile_is_a_line_with_its_reason_and_what_avoids_it(logged):
     assert lines[-1].startswith("recompile: 2 more in the train phase; their reasons: ")
     events = callback.report.train.diagnostics.events
     assert [event["step"] for event in events if event["kind"] == "recompile"] == [3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("kind", "attributes", "line"),
-    [
-        (
-            "graph_break",
-            {"file": "/a/m.py", "line": 3, "reason": "print"},
-            "graph break in 'net' (train) at m.py:3: print",
-        ),
-        ("fallback", {"reason": "no\ncompiler"}, "'net' (train) falls back to eager: no compiler"),
-        ("cudagraph_skip", {"reason": "mutated inputs"}, "CUDA graph of 'net' (train) skipped: mutated inputs"),
-        ("verify", {"verdict": "equal"}, None),
-    ],
-)
-def test_an_event_with_a_cause_is_a_line(kind, attributes, line):
-    lines = []
-    recorder = CompileRecorder(progress=CompileProgress(lines.append))
-    recorder.record(kind, CompileKey("net", "train"), **attributes)
-    recorder.record(kind, CompileKey("net", "train"), show=False, **attributes)
-    assert lines == ([line] if line else [])
+    breaks = InductorCompile("default", None, **settings)
+    fit(breaks, make=lambda: Classifier(Calls(mlp(), breaks_first)), train=2, validation=None)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=ValueError("no\ncompiler")))
+    with pytest.warns(CompileWarning, match="CC301"):
+        fit(InductorCompile("default", None, **settings), train=2, validation=None)
+    fallback = "'net' (train) falls back to eager: ValueError: no compiler"
+    for begin in ("graph break in 'net' (train) at test_progress.py:", fallback):
+        assert len([line for line in logged() if line.startswith(begin)]) == 1, logged()
