@@ -14,8 +14,8 @@ from torch import nn
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
-from tests.cases.zoo import OLDEST, PythonState, smooth
-from tests.support.models import CLASSES, FEATURES, Classifier, Manual, Wrapper, loader
+from tests.cases.zoo import OLDEST, PythonState, function_that, smooth
+from tests.support.models import Classifier, Manual, Wrapper, loader, mlp
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [
@@ -33,35 +33,9 @@ def assert_same(make, callback=None, *, data=lambda: loader(4), steps=8, trainer
     return assert_same_training(make, data, steps=steps, callback=callback, trainer_kwargs=kwargs, **arguments)
 
 
-# ------------------------------------------------------------------------------------------ what by hand is not eager
-
-
-def by_hand(then=lambda net: None, **options):
-    """A user's own ``torch.compile``, and then a change of the network."""
-
-    def compile_net(trainer, pl_module):
-        pl_module.net.compile(options=options)
-        then(pl_module.net)
-
-    return LambdaCallback(on_fit_start=compile_net)
-
-
-class AddsInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(w)
-        product = torch.zeros_like(x)
-        product += x * w
-        return product
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0], None
-
-
-class OwnFunction(Wrapper):
-    def forward(self, x):
-        return AddsInPlace.apply(self.net(x), x.sum(1, keepdim=True))
+def by_hand(**options):
+    """A user's own ``torch.compile``."""
+    return LambdaCallback(on_fit_start=lambda trainer, pl_module: pl_module.net.compile(options=options))
 
 
 def spectral():
@@ -75,7 +49,7 @@ WRONG = {"post_grad_custom_post_pass": WrongForward(None)}
 VERIFIED = InductorCompile(passes=[WrongForward("train")], baseline_steps=0, verify="eager")
 BY_HAND = {  # options, the value that differs by hand, whether the versions differ, and the callback that repairs it
     "random sample": (lambda: PythonState("random.sample"), {}, None if OLDEST else "random generator random", None),
-    "own function": (OwnFunction, {}, "gradient of net.net." if OLDEST else None, None),
+    "own function": (lambda: function_that("add in place"), {}, "gradient of net." if OLDEST else None, None),
     "spectral norm": (spectral, {}, "net.net.2.weight_", None),
     "wrong pass": (Wrapper, WRONG, "gradient", VERIFIED),
     "full deque": (lambda: PythonState("full deque"), {}, "loss loss", "not repaired"),
@@ -96,16 +70,11 @@ def test_training_compiled_by_hand_differs_and_training_with_the_callback_is_eag
         assert assert_same(lambda: Classifier(net()), ours) == "same"
 
 
-# ------------------------------------------------------------------------------------------ what is compared
-
-
 class Ordinary(Classifier):
     """Dropout, batch norm, AdamW, gradient clipping, a scheduler, logged metrics, counters and random numbers."""
 
     def __init__(self):
-        norm = nn.BatchNorm1d(16)
-        net = nn.Sequential(nn.Linear(FEATURES, 16), norm, nn.ReLU(), nn.Dropout(), nn.Linear(16, CLASSES))
-        super().__init__(Wrapper(net))
+        super().__init__(Wrapper(mlp().insert(3, nn.Dropout())))
         self.draws = random.Random(0)
         self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
 
@@ -127,26 +96,25 @@ def data():
 
 @pytest.mark.parametrize(
     ("make", "graphs", "settings"),
-    [(Ordinary, 1, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}), (Manual, 2, {})],
+    [
+        (Ordinary, 1, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
+        (Ordinary, 1, {"precision": "bf16-mixed"}),  # the same within its rounding
+        (Manual, 2, {}),
+    ],
 )
 def test_ordinary_training_is_the_same(make, graphs, settings):
-    callback = InductorCompile("default", "default", baseline_steps=0)
-    settings = {"num_sanity_val_steps": 1, **settings}
+    callback, settings = InductorCompile(baseline_steps=0), {"num_sanity_val_steps": 1, **settings}
     states = random.getstate(), torch.get_rng_state().tolist()
     assert assert_same(make, callback, data=data, steps=12, trainer_kwargs=settings) == "same"
     assert (callback.report.train.graphs, callback.report.infer.graphs > 0) == (graphs, True)
     assert (random.getstate(), torch.get_rng_state().tolist()) == states
 
 
-def test_reduced_precision_is_the_same_within_its_rounding():
-    assert assert_same(Ordinary, trainer_kwargs={"precision": "bf16-mixed"}) == "same"
-
-
-def meddles(meddle):
-    """Compiles something, and changes one thing at the third batch."""
+def meddles(meddle, at=2):
+    """Compiles something, and changes one thing at a batch, the third one."""
 
     def change(trainer, pl_module, batch, batch_idx):
-        if batch_idx == 2:
+        if batch_idx == at:
             meddle(trainer, pl_module)
 
     compiles = lambda *args: torch.compile(torch.sin, backend="eager")(torch.ones(1))  # noqa: E731
@@ -178,17 +146,17 @@ class Chaotic(Classifier):
     """Amplifies rounding with each step."""
 
     def training_step(self, batch, batch_idx):
-        scale = self.net.net[0].weight.detach().double().sum()
+        scale = self.net[0].weight.detach().double().sum()
         for _ in range(40):
             scale = (3.9 * scale.abs().frac() * (1 - scale.abs().frac())).abs()
         return super().training_step(batch, batch_idx) * (1 + scale)
 
 
 def test_chaotic_training_cannot_be_told_and_fails_unless_allowed():
-    rounds = by_hand(lambda net: net.net[0].weight.data.mul_(1 + 2**-23))
+    rounds = meddles(lambda t, m: m.net[0].weight.data.mul_(1 + 2**-23), at=0)
     with pytest.raises(AssertionError, match=r"cannot tell: in step \d, loss"):
-        assert_same(lambda: Chaotic(Wrapper()), rounds)
-    assert assert_same(lambda: Chaotic(Wrapper()), rounds, allow_cannot_tell=True) == "cannot tell"
+        assert_same(Chaotic, rounds)
+    assert assert_same(Chaotic, rounds, allow_cannot_tell=True) == "cannot tell"
 
 
 class Clocked(Ordinary):

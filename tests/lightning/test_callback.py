@@ -10,11 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch._dynamo.utils import counters
+from torch.distributions import Distribution, Normal
 
-from compile_callbacks import CompileReport, CompileWarning, InductorCompile, compile_phases
+from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, compile_phases, report_of, restore
 from tests.cases.case import Case, check, net
-from tests.cases.zoo import Critic, Force, TwoParts, convolutions
-from tests.support.models import Classifier, Wrapper, batches_of, fit, loader, mlp, seeded, trainer
+from tests.cases.test_values import validation
+from tests.cases.zoo import Calls, Critic, Force, Policy, TwoParts, convolutions
+from tests.support.models import FEATURES, Classifier, batches_of, fit, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 
@@ -36,10 +39,8 @@ class Copier(pl.Callback):
 
 
 def test_every_entry_point_in_any_order_compiles_once_a_phase():
-    def graphs():
-        return callback.report.train.graphs, callback.report.infer.graphs
-
     callback, copier, module = InductorCompile(baseline_steps=0), Copier(), Classifier()
+    graphs = lambda: (callback.report.train.graphs, callback.report.infer.graphs)  # noqa: E731
     trainer(callback).validate(module, loader(2), verbose=False)
     trainer(callback).predict(module, loader(2))
     assert graphs() == (0, 1)
@@ -98,30 +99,11 @@ def record_calls(names, owner):
             object.__setattr__(owner, name, recorded(name, getattr(owner, name)))
 
 
-class RecordsForward(Wrapper):
-    """A network that records each call of its forward."""
-
-    names = None
-
-    def forward(self, x):
-        self.record("net forward")
-        return super().forward(x)
-
-    @torch.compiler.disable  # Dynamo would guard on the length of the list
-    def record(self, name):
-        self.names.append(name)
-
-
-class Recorded(Classifier):
-    def forward(self, x):
-        self.net.record("forward")
-        return super().forward(x)
-
-
 def recorded_names(*callbacks):
     """Every call of a hook or a forward in the four kinds of runs."""
-    module = seeded(lambda: Recorded(RecordsForward()))
-    module.net.names = names = []
+    names, module = [], Classifier(Calls(mlp(), lambda net, x: record("net forward") or net(x)))
+    record = torch.compiler.disable(names.append)  # Dynamo would guard on the length of the list
+    module.register_forward_hook(lambda *args: record("forward"))
     data, before, after = pl.LightningDataModule(), pl.Callback(), pl.Callback()
     data.train_dataloader = lambda: loader(4)
     data.val_dataloader = data.test_dataloader = data.predict_dataloader = lambda: loader(2)
@@ -138,7 +120,7 @@ def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback():
     callback = InductorCompile(baseline_steps=2)
     names = recorded_names(callback)
     assert names == recorded_names()
-    assert {"net forward", "forward", "Recorded.on_save_checkpoint", "Callback.on_predict_end"} <= set(names)
+    assert {"net forward", "forward", "Classifier.on_save_checkpoint", "Callback.on_predict_end"} <= set(names)
     assert callback.report.infer.graphs > 0
 
 
@@ -147,15 +129,13 @@ def test_hooks_and_forward_calls_are_those_of_a_run_without_the_callback():
 
 def test_steps_with_a_target_left_eager_are_compiled_and_its_calls_are_counted(monkeypatch):
     Times(monkeypatch, train={"eager": 12, None: 10})
-    callback = {"baseline_steps": 10, "infer_mode": None}
     calls = {"train.diagnostics.steps": {"compiled": 28}, "train.diagnostics.eager_calls": {"critic": 28}}
     expect = {**calls, "train.fallbacks": 1, "train.speedup": pytest.approx(1.2)}
-    only_train = {"train": (4,) * 40, "validation": None, "predict": None}
-    case = Case(name="a critic", make=Critic, callback=callback, expect=expect, codes=("CC303",), **only_train)
-    report = check(case).report
+    settings = {"train": (4,) * 40, "validation": None, "predict": None, "codes": ("CC303",), "expect": expect}
+    settings["callback"] = {"baseline_steps": 10, "infer_mode": None}
+    report = check(Case(name="a critic", make=Critic, **settings)).report
     assert "train: 28 calls of critic ran eagerly" in str(report)
     assert {part["kind"] for part in report.train.diagnostics.series} >= {"eager", "compiled"}
-    assert CompileReport.from_dict(report.to_dict()) == report
 
 
 @pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")
@@ -183,27 +163,15 @@ def test_a_callback_that_calls_the_network_when_a_stage_starts_compiles_nothing_
         assert next(event["step"] for event in phase.diagnostics.events if event["kind"] == "compile") == 8
 
 
-class Uncompilable(Wrapper):
-    forward = torch._dynamo.disable(Wrapper.forward)
-
-
-def test_a_target_that_ran_uncompiled_is_warned_about_by_name():
-    message = "target 'net' ran in the train phase without a compiled graph: .*disable"
-    with pytest.warns(CompileWarning, match=message) as caught:
-        trainer(InductorCompile("default", None, baseline_steps=0)).fit(Classifier(Uncompilable()), loader(2))
-    assert [each.filename for each in caught if each.category is CompileWarning] == [__file__]
-
-
 @pytest.mark.parametrize("baseline_steps", [0, 3])
 def test_unused_gpu_memory_is_freed_once_in_each_phase_after_its_first_compiled_step(baseline_steps, monkeypatch):
-    freed, on_gpu = [], "compile_callbacks.session.steps_on_gpu.StepsOnGpu.begin"
-    monkeypatch.setattr(on_gpu, lambda steps, device: setattr(steps, "on_gpu", True))
+    freed, begin = [], "compile_callbacks.session.steps_on_gpu.StepsOnGpu.begin"
+    monkeypatch.setattr(begin, lambda steps, device: setattr(steps, "on_gpu", True))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append((run.state.stage.value, run.global_step)))
     run = trainer(InductorCompile(baseline_steps=baseline_steps), max_epochs=2)
     run.fit(seeded(), batches_of(*[4] * 14, 3), loader(12))
     first = baseline_steps + 2 if baseline_steps else 0  # two eager steps warm up
-    at_the_start_by_lightning = ("train", 0)
-    assert freed == [at_the_start_by_lightning, ("train", first + 1), ("validate", 15)]
+    assert freed == [("train", 0), ("train", first + 1), ("validate", 15)]  # Lightning frees it at the start
 
 
 RUNS: list[str] = []
@@ -219,13 +187,11 @@ ran.register_fake(torch.empty_like)
 ran.register_autograd(lambda ctx, gradient: gradient)
 
 
-class CountsCalls(Wrapper):
-    """Counts the calls that execute its Python code, and those of its graphs."""
-
-    def forward(self, x):
-        if not torch.compiler.is_compiling():
-            RUNS.append("eager")
-        return ran(self.net(x))
+def counts_calls(net, x):
+    """Count the calls that execute this code, and those of its graphs."""
+    if not torch.compiler.is_compiling():
+        RUNS.append("eager")
+    return ran(net(x))
 
 
 @pytest.mark.parametrize(("verify", "more"), [("off", 0), ("warn", 3)])
@@ -233,10 +199,32 @@ def test_without_a_baseline_and_without_verification_nothing_runs_eagerly(verify
     """To compare, the training graph runs twice more, and the other graph once."""
     RUNS.clear()
     callback = InductorCompile(baseline_steps=0, verify=verify)
-    fit(callback, make=net(CountsCalls), train=6, validation=4, num_sanity_val_steps=0)
+    fit(callback, make=lambda: Classifier(Calls(mlp(), counts_calls)), train=6, validation=4, num_sanity_val_steps=0)
     report = callback.report
     assert (report.train.diagnostics.steps, report.infer.diagnostics.steps) == ({"compiled": 6}, {"compiled": 4})
     assert RUNS.count("compiled") == len(RUNS) == 10 + more
+
+
+@pytest.mark.usefixtures("dropped_backends_go")
+def test_the_validation_is_off_while_compiled_on_after_restore_and_off_after_the_users_own_compile_as_in_torch():
+    x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
+    with validation(True, after=False):
+        callback = InductorCompile({"fullgraph": True, "dynamic": False}, None, baseline_steps=0, keep_compiled=True)
+        trained, graphs = fit(callback, make=net(Policy), train=2), counters["stats"]["unique_graphs"]
+        trained.net(torch.ones(5, FEATURES)).sum().backward()
+        assert (counters["stats"]["unique_graphs"], callback.report.train.fallbacks) == (graphs + 1, 0)
+        torch._dynamo.reset()
+    with validation(True, after=False):
+        module, backend = compile_phases(Policy()), InductorBackend().build(Policy(), x)
+        module(x), backend.infer(x)
+        for report in (report_of(module).train, backend.report.infer):
+            assert (report.graphs, report.graph_breaks) == (1, 0)
+        backend.deactivate()
+        restore(module)
+        with pytest.raises(ValueError, match="to satisfy the constraint GreaterThan"):
+            Normal(torch.zeros(2), torch.tensor([1.0, -1.0]))
+        torch.compile(Policy(), backend="eager", fullgraph=True)(x)
+        assert not Distribution._validate_args
 
 
 # ------------------------------------------------------------------------------------------ arguments
@@ -245,13 +233,11 @@ def test_without_a_baseline_and_without_verification_nothing_runs_eagerly(verify
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"train_mode": "max-autotun"}, ValueError, "train_mode='max-autotun' is unknown; did you mean 'max-autotune'"),
         ({"train_mode": "none"}, ValueError, "'none' is unknown. Choices: 'default'.*'auto', 'eager', None. `compile"),
         ({"train_mode": False}, TypeError, "train_mode=False .*'eager' does not compile the phase.*CC202"),
         ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
         ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
         ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
-        ({"trace_dir": "trace"}, TypeError, "has no argument 'trace_dir'. Write TORCH_TRACE=folder python train.py"),
         ({"new_shapes": "raise"}, TypeError, "has no argument 'new_shapes'. A call .* runs eagerly"),
         ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),
         ({"targets": []}, ValueError, "targets"),
@@ -267,24 +253,20 @@ def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, mess
             compile_phases(mlp(), **arguments)
 
 
-@pytest.mark.parametrize("ineffective", [{"keep_compiled": True}, {"passes": [Uncached()]}])
-def test_a_setting_without_effect_is_warned_about_at_the_users_line(ineffective):
-    with pytest.warns(CompileWarning, match=f"{next(iter(ineffective))} has no effect") as caught:
-        InductorCompile(None, "eager", **ineffective)
-    assert caught[0].filename == __file__
+def test_a_setting_without_effect_is_warned_about_at_the_users_line():
+    for name, value in (("keep_compiled", True), ("passes", [Uncached()])):
+        with pytest.warns(CompileWarning, match=f"{name} has no effect") as caught:
+            InductorCompile(None, "eager", **{name: value})
+        assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("targets", "error", "message"),
-    [
+def test_wrong_targets_and_a_second_callback_are_refused_before_the_run():
+    for targets, error, message in (
         ([["heed"]], ValueError, "targets='heed' is unknown; did you mean 'head'"),
-        ([None, None], MisconfigurationException, r"more than one InductorCompile.*\['encoder', 'head'\]"),
-        ([["backbone"], ["head"]], MisconfigurationException, r"more than one InductorCompile.*\['encoder', 'head'\]"),
-    ],
-)
-def test_wrong_targets_and_a_second_callback_are_refused_before_the_run(targets, error, message):
-    module = seeded(TwoParts)
-    with pytest.raises(error, match=message):
-        trainer(*[InductorCompile(targets=names) for names in targets]).fit(module, loader(2))
-    assert module.losses == []
-    assert not module._load_state_dict_pre_hooks
+        ([None, ["head"]], MisconfigurationException, r"more than one InductorCompile.*\['encoder', 'head'\]"),
+    ):
+        module = seeded(TwoParts)
+        with pytest.raises(error, match=message):
+            trainer(*[InductorCompile(targets=names) for names in targets]).fit(module, loader(2))
+        assert module.losses == []
+        assert not module._load_state_dict_pre_hooks

@@ -32,35 +32,36 @@ def installed(tmp_path, monkeypatch):
     return tmp_path
 
 
-def callbacks_of(run):
-    return [callback for callback in run.callbacks if isinstance(callback, InductorCompile)]
+def callback_of(run):
+    [callback] = [callback for callback in run.callbacks if isinstance(callback, InductorCompile)]
+    return callback
 
 
 def test_without_the_variable_no_callback_is_added_and_a_trainer_does_not_import_the_compiler(installed, monkeypatch):
-    for value in (None, ""):
-        if value is not None:
-            monkeypatch.setenv(VARIABLE, value)
-        assert not [callback for callback in trainer().callbacks if "compile" in type(callback).__module__]
+    monkeypatch.setenv(VARIABLE, "")
+    assert not [callback for callback in trainer().callbacks if "compile" in type(callback).__module__]
     script = (
         "import sys, lightning.pytorch as pl\nbefore = set(sys.modules)\n"
         "pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)\n"
         "print(sorted(name for name in set(sys.modules) - before if name.startswith(('compile_callbacks', 'torch'))))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment["PYTHONPATH"] = os.pathsep.join([str(installed), str(ROOT)])
-    run = [sys.executable, "-c", script]
-    result = subprocess.run(run, env=environment, check=True, capture_output=True, text=True, cwd=installed)
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("PYTHONPATH", f"{installed}{os.pathsep}{ROOT}")
+    printed = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=installed)
     names = ["", ".background", ".callbacks", ".callbacks.from_environment"]
-    assert result.stdout.splitlines()[-1] == str([f"compile_callbacks{name}" for name in names])
+    assert printed.splitlines()[-1] == str([f"compile_callbacks{name}" for name in names])
 
 
-@pytest.mark.parametrize("mode", ["auto", "eager"])
-def test_the_mode_applies_to_both_phases(monkeypatch, mode):
-    monkeypatch.setenv(VARIABLE, mode)
-    run = trainer(fast_dev_run=2)
-    run.fit(Classifier(), loader(2), loader(2))
-    [callback] = callbacks_of(run)
-    assert (callback.report.train.mode, callback.report.infer.mode) == (mode, mode)
+def test_the_mode_applies_to_both_phases_and_a_wrong_one_fails_in_the_trainer(monkeypatch):
+    for mode in ("auto", "eager"):
+        monkeypatch.setenv(VARIABLE, mode)
+        run = trainer(fast_dev_run=2)
+        run.fit(Classifier(), loader(2), loader(2))
+        report = callback_of(run).report
+        assert (report.train.mode, report.infer.mode) == (mode, mode)
+    monkeypatch.setenv(VARIABLE, "defalt")
+    with pytest.raises(ValueError, match=r"COMPILE_CALLBACKS='defalt' is unknown; did you mean 'default'\?.*\[CC201"):
+        trainer()
 
 
 def test_a_script_trains_as_with_the_callback_and_resumes(monkeypatch, tmp_path):
@@ -68,24 +69,15 @@ def test_a_script_trains_as_with_the_callback_and_resumes(monkeypatch, tmp_path)
     monkeypatch.setenv(VARIABLE, "default")
     module, run = seeded(), trainer()
     run.fit(module, loader(20), loader(2))
-    [callback] = callbacks_of(run)
-    assert (callback.report.train.mode, callback.report.infer.mode) == ("default", "default")
+    callback = callback_of(run)
     assert (callback.report.train.graphs, callback.report.infer.graphs) == (1, 1)
     assert module.losses == by_hand.losses
-    run.validate(module, loader(2), verbose=False)  # the same callback again
-    assert callbacks_of(run) == [callback]
-
+    run.validate(module, loader(2), verbose=False)
+    assert callback_of(run) is callback
     run.save_checkpoint(tmp_path / "run.ckpt")
     resumed = trainer(max_epochs=2)
     resumed.fit(Classifier(), loader(20), loader(2), ckpt_path=tmp_path / "run.ckpt")
-    [again] = callbacks_of(resumed)
-    assert again.report.train.graphs == 1
-
-
-def test_a_wrong_value_fails_in_the_trainer_and_names_the_variable(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "defalt")
-    with pytest.raises(ValueError, match=r"COMPILE_CALLBACKS='defalt' is unknown; did you mean 'default'\?.*\[CC201"):
-        trainer()
+    assert callback_of(resumed).report.train.graphs == 1
 
 
 class WithCallback(Classifier):
@@ -95,15 +87,12 @@ class WithCallback(Classifier):
         return [InductorCompile("default", None, baseline_steps=0, verify="off")]
 
 
-@pytest.mark.parametrize("place", ["trainer", "module"])
-def test_the_variable_does_nothing_next_to_a_callback_of_the_script(monkeypatch, logged, place):
+def test_the_variable_does_nothing_next_to_a_callback_of_the_script(monkeypatch, logged):
     monkeypatch.setenv(VARIABLE, "eager")
-    module = WithCallback()
-    run = trainer(*(module.configure_callbacks() if place == "trainer" else []))
-    module = module if place == "module" else Classifier()
-    run.fit(module, loader(2))
-    [callback] = callbacks_of(run)
-    assert callback.report.train.graphs == 1
-    run.validate(module, loader(2), verbose=False)
-    messages = [line for line in logged() if VARIABLE in line]
-    assert messages == ["COMPILE_CALLBACKS=eager has no effect, because the script has its own InductorCompile"]
+    for module, callbacks in ((WithCallback(), []), (Classifier(), WithCallback().configure_callbacks())):
+        run, before = trainer(*callbacks), len(logged())
+        run.fit(module, loader(2))
+        assert callback_of(run).report.train.graphs == 1
+        run.validate(module, loader(2), verbose=False)
+        messages = [line for line in logged()[before:] if VARIABLE in line]
+        assert messages == ["COMPILE_CALLBACKS=eager has no effect, because the script has its own InductorCompile"]

@@ -11,19 +11,17 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import compile_callbacks
 from compile_callbacks import CompileError, CompileWarning, InductorCompile
-from tests.cases.case import UNSURPRISING, Case, check, run
-from tests.cases.zoo import OLDEST, Calls, CallsInTraining
-from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, mlp
+from tests.cases.case import UNSURPRISING, Case, check, net, run
+from tests.cases.zoo import OLDEST, Calls, CallsInTraining, Force, Repeated, critic, normalized
+from tests.support.models import FEATURES, Classifier, Wrapper, fit, mlp
 
-usefixtures = pytest.mark.usefixtures("no_codegen", "dropped_backends_go", "recompiles_at_once")
 pytestmark = [
     pytest.mark.all_versions,
-    usefixtures,
+    pytest.mark.usefixtures("no_codegen", "dropped_backends_go", "recompiles_at_once"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 
@@ -42,11 +40,10 @@ class CountsFlopsInHook(Classifier):
 
     def __init__(self):
         super().__init__()
-        self.other = nn.Linear(FEATURES, CLASSES)
+        self.other = mlp()
 
     def on_train_batch_start(self, batch, batch_idx):
-        with FlopCounterMode(display=False):
-            self.other(batch[0])
+        counts_flops(self.other, batch[0])
 
 
 def with_backward_hook():
@@ -61,32 +58,12 @@ def sparse():
     return Classifier(Calls(net, lambda net, x: net(torch.sparse.mm(net.mask, x.T).T)))
 
 
-def force(net, x):
-    x = x.detach().requires_grad_()
-    energy = net(x)
-    (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return energy + gradient[:, :CLASSES]
-
-
-def force_net():
-    return Calls(nn.Linear(FEATURES, CLASSES), force)
-
-
 class Penalized(Classifier):
-    def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)))
-
     def gradient(self, x):
         return torch.func.grad(lambda x: self.net(x).sum())(x)
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + self.gradient(batch[0]).square().mean()
-
-
-class Differentiates(Penalized):
-    def gradient(self, x):
-        x = x.clone().requires_grad_()
-        return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
 
 
 def tagged(net, x):
@@ -97,10 +74,6 @@ def tagged(net, x):
 
 
 class TagsInValidation(Classifier):
-    def __init__(self):
-        super().__init__(Calls(mlp(), tagged))
-        self.net.net.tag = "a"
-
     def validation_step(self, batch, batch_idx):
         self.net.net.tag = f"v{batch_idx}"
         super().validation_step(batch, batch_idx)
@@ -126,15 +99,8 @@ def scaled(net, x):
     return y
 
 
-def scaled_by_tensor(net, x):
-    return net(x) * x.abs().mean()
-
-
 class CallsForceInStep(Classifier):
     """Validates with a target that contains the target of training, and that torch does not compile."""
-
-    def __init__(self):
-        super().__init__(force_net())
 
     def validation_step(self, batch, batch_idx):
         with torch.enable_grad():
@@ -158,100 +124,52 @@ def case(
     return Case(name=name, make=make, expect=expect, train=(4,) * train, callback=callback, **phases, **said)
 
 
-FLOPS = "FlopCounterMode is active, and torch compiles nothing within a TorchDispatchMode"
-NEWER = pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions compile a part, for another reason")
-
-
 def uncompiled(name, make, reason):
     """A phase without compiled steps has one reason everywhere, and no other message."""
     text = f"(?s)not compiled: .*{reason}.*see CC101.*read why train is not compiled: compile-callbacks explain CC101"
     return case(name, make, f"CC101 {reason}", text=text, expect={"train.graphs": 0})
 
 
+FLOPS = "FlopCounterMode is active, and torch compiles nothing within a TorchDispatchMode"
+NEWER = pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions compile a part, for another reason")
+OFF = "TORCH_COMPILE_DISABLE is set"
+ONLY_IN_HOOK = f"CC101 ^target 'other' ran in the train phase without a compiled graph: {FLOPS}"
+LIMIT_IN_VALIDATION = "CC103 ^target 'net' reached torch's recompile limit in the infer phase"
+COUNTER = r"CC103 value of 'calls': no longer.*a buffer in its place avoids it \[CC103"
+ITEM = r"\(a result at the graph break in test_messages.py:.*Tensor\.item\(\)"
+# Calls within a transform are counted and give no sample, and the other calls are compiled.
+TRANSFORM = {"graphs": 1, "diagnostics.eager_calls": {"net": 8}, "diagnostics.steps.compiled": 8}
+TRANSFORM |= {"diagnostics.compiled_samples": 0, "verdict": "too few samples"}
 CASES = [
     uncompiled("dispatch mode", lambda: CallsInTraining(mlp(), counts_flops), FLOPS),
     uncompiled("backward hook", with_backward_hook, "Module-level backwards hooks require compiled autograd"),
     uncompiled("sparse buffer", sparse, "torch.compile does not support sparse Tensors"),
-    pytest.param(uncompiled("gradient", lambda: Classifier(force_net()), "torch.autograd.grad"), marks=NEWER),
+    pytest.param(uncompiled("gradient", net(Force), "torch.autograd.grad"), marks=NEWER),
     # It is said before the first compiled step, which this run does not reach, and once.
-    case(
-        "disabled",
-        Classifier,
-        "CC101 ^TORCH_COMPILE_DISABLE is set",
-        baseline_steps=9,
-        inside=DISABLED,
-        expect={"train.graphs": 0},
-    ),
-    case(
-        "disabled, compiled steps",
-        Classifier,
-        "CC101 ^TORCH_COMPILE_DISABLE is set",
-        text="not compiled: .*TORCH_COMPILE_DISABLE is set, see CC101",
-        inside=DISABLED,
-        expect={"train.graphs": 0},
-    ),
+    case("disabled", Classifier, f"CC101 ^{OFF}", baseline_steps=9, inside=DISABLED, expect={"train.graphs": 0}),
+    case("disabled, compiled steps", Classifier, f"CC101 ^{OFF}", text=f"not compiled: .*{OFF}, see CC101",
+         inside=DISABLED, expect={"train.graphs": 0}),
     # A target that only a hook calls has the reason of its calls.
-    case(
-        "dispatch mode in a hook",
-        CountsFlopsInHook,
-        f"CC101 ^target 'other' ran in the train phase without a compiled graph: {FLOPS}",
-        targets=["net", "other"],
-        expect={"train.graphs": 1},
-    ),
-    # Calls within a transform are counted and give no sample, and the other calls are compiled.
-    case(
-        "transform",
-        Penalized,
-        "CC108",
-        baseline_steps=2,
-        train=12,
-        expect={
-            "train.graphs": 1,
-            "train.diagnostics.eager_calls": {"net": 8},
-            "train.diagnostics.steps.compiled": 8,
-            "train.diagnostics.compiled_samples": 0,
-            "train.verdict": "too few samples",
-        },
-    ),
-    case("transform, advised", Penalized, targets=["net", "gradient"], expect={"train.diagnostics.eager_calls": {}}),
+    case("dispatch mode in a hook", CountsFlopsInHook, ONLY_IN_HOOK, targets=["net", "other"],
+         expect={"train.graphs": 1}),
+    case("transform", lambda: Penalized(normalized()), "CC108", baseline_steps=2, train=12,
+         expect={f"train.{name}": value for name, value in TRANSFORM.items()}),
+    case("transform, advised", lambda: Penalized(normalized()), targets=["net", "gradient"],
+         expect={"train.diagnostics.eager_calls": {}}),
     # The phase that reaches the recompile limit is the one that is named.
-    case(
-        "limit in validation",
-        TagsInValidation,
-        "CC103 ^target 'net' reached torch's recompile limit in the infer phase",
-        data=(4,) * 20,
-        trainer={"max_epochs": 2},
-        inside=LIMIT,
-        expect={"train.fallbacks": 0, "infer.fallbacks": 1},
-    ),
-    case(
-        "counter",
-        lambda: Classifier(Counter(0)),
-        r"CC103 value of 'calls': no longer.*a buffer in its place avoids it \[CC103",
-        text="explain CC103",
-        inside=LIMIT,
-        expect={"train.graphs": 3, "train.fallbacks": 1},
-    ),
-    case("counter, advised", lambda: Classifier(Counter(torch.zeros(()))), inside=LIMIT),
+    case("limit in validation", lambda: TagsInValidation(Calls(mlp(), tagged)), LIMIT_IN_VALIDATION, data=(4,) * 20,
+         inside=LIMIT, trainer={"max_epochs": 2}, expect={"train.fallbacks": 0, "infer.fallbacks": 1}),
+    case("counter", net(Counter, 0), COUNTER, text="explain CC103", inside=LIMIT,
+         expect={"train.graphs": 3, "train.fallbacks": 1}),
+    case("counter, advised", net(Counter, torch.zeros(())), inside=LIMIT),
     # The first graph break is the cause of what follows.
-    case(
-        "item",
-        lambda: Classifier(Calls(mlp(), scaled)),
-        text=r"\(a result at the graph break in test_messages.py:.*Tensor\.item\(\)",
-        expect={"train.fallbacks": 0},
-    ),
-    case("item, advised", lambda: Classifier(Calls(mlp(), scaled_by_tensor))),
+    case("item", lambda: Classifier(Calls(mlp(), scaled)), text=ITEM, expect={"train.fallbacks": 0}),
+    case("item, advised", lambda: Classifier(Calls(mlp(), lambda net, x: net(x) * x.abs().mean()))),
     # Torch traces no code of the call of a target.
-    case(
-        "gradient in validation",
-        CallsForceInStep,
-        codes=("CC303",) if OLDEST else ("CC101",) * 3,
-        targets=None,
-        data=(4,) * 8,
-        expect={"train.graphs": ...},
-    ),
+    case("gradient in validation", lambda: CallsForceInStep(Force()), codes=("CC303",) if OLDEST else ("CC101",) * 3,
+         targets=None, data=(4,) * 8, expect={"train.graphs": ...}),
     case("dispatch mode that has ended", Classifier, inside=mode_has_ended),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -273,16 +191,16 @@ def profiled(profiler):
 @NEWER
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
 def test_the_hooks_of_lightnings_profiler_are_a_cause_with_advice_that_helps():
-    with pytest.warns(CompileWarning, match=r"PyTorchProfiler\(record_module_names=False\) avoids it \[CC103"):
+    with pytest.warns(CompileWarning) as caught:
         profiled("pytorch")
+    [said] = [warning for warning in caught if warning.category is CompileWarning]
+    assert "PyTorchProfiler(record_module_names=False) avoids it [CC103" in str(said.message)
+    assert said.filename.endswith("tests/support/models.py")  # the user's line, which calls `Trainer.fit`
     train = profiled(PyTorchProfiler(record_module_names=False))
     assert (train.graphs, train.graph_breaks, train.recompiles, train.fallbacks) == (1, 0, 0, 0)
 
 
 def test_on_error_raise_gives_the_reason_of_a_run_that_continues():
-    reason = "create_graph=True"
-    settings = {"baseline_steps": 2, "train": 12, "expect": {"train.graphs": 0}}
-    check(case("differentiates", Differentiates, f"CC303 because .*{reason}", **settings))
-    raises = case("differentiates", Differentiates, on_error="raise", **settings)
-    with pytest.raises(CompileError, match=reason):
+    raises = case("differentiates", lambda: Repeated(critic, normalized()), on_error="raise", baseline_steps=2)
+    with pytest.raises(CompileError, match="create_graph=True"):
         run(raises, InductorCompile(**raises.settings))
