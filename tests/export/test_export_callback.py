@@ -149,9 +149,9 @@ AMONG_OTHERS = {"best_k_models": {NAMED: torch.tensor(-1e9)}, "kth_best_model_pa
         ({"hyper_parameters": {"rate": 0.1}}, AS_BEST, 2, "best"),
     ],
 )
-def test_a_checkpoint_that_a_resumed_one_names_as_the_best_is_exported_if_it_has_only_weights(
-    content, names, epochs, weights, tmp_path, monkeypatch, recwarn, uncompiled
-):
+@pytest.mark.usefixtures("uncompiled")
+def test_a_resumed_checkpoint_may_name_the_best(content, names, epochs, weights, tmp_path, monkeypatch, recwarn):
+    """The best checkpoint is exported if it has only weights."""
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": seeded(Classifier).state_dict(), **content}, NAMED)
     checkpoint = checkpointing(tmp_path)

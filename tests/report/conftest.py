@@ -18,7 +18,7 @@ from torch import nn
 
 from compile_callbacks import CompileReport, InductorCompile
 from compile_callbacks.cli import main
-from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, loader, mlp, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, loader, trainer
 from tests.support.pairs import made_once
 from tests.support.step_times import Times
 
@@ -30,7 +30,7 @@ class Two(Classifier):
     """Calls two children in training, and the forward method in validation."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__(net or mlp())
+        super().__init__(net)
         self.side = nn.Linear(FEATURES, CLASSES)
 
     def logits(self, x):

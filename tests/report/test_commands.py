@@ -159,15 +159,6 @@ def test_version_is_that_of_the_installed_distribution_and_dir_shows_the_public_
     assert [name for name in dir(compile_callbacks) if not name.startswith("__")] == sorted(compile_callbacks.__all__)
 
 
-@pytest.mark.slow
-def test_every_benchmark_imports(tmp_path):
-    modules = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
-    assert "warm_start" in modules
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PYTHONWARNINGS": "ignore"}
-    run = [sys.executable, "-c", f"import {', '.join(modules)}"]
-    subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, timeout=280, check=True)
-
-
 # ------------------------------------------------------------------------------------------ doctor
 
 
@@ -187,19 +178,15 @@ def test_doctor_finds_that_this_machine_compiles(doctor):
     assert all(bool(check["fix"]) == bool(check["impact"]) for check in found.values())
 
 
-@pytest.mark.slow
-def test_doctor_names_a_missing_compiler_and_the_fix(tmp_path):
-    compiler = str(tmp_path / "g++")
-    environment = {**os.environ, "PATH": "", "CXX": compiler, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    run = [sys.executable, "-m", "compile_callbacks", "doctor", "--json"]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stderr
-    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    fixes = ("fix", "apt-get install g++"), ("fix", "unset CXX")
-    for figure, text in (("result", compiler), ("impact", "run uncompiled"), *fixes):
-        assert text in found["C++ compiler"][figure]
-    names = ("C++ compiler", "compile on CPU", "torch")
-    assert [found[name]["status"] for name in names] == ["failed", "failed", "ok"]
+def test_doctor_names_a_missing_compiler_and_the_fix(monkeypatch, doctor):
+    monkeypatch.setenv("CXX", "/missing/g++")
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/missing/g++")}):
+        found = doctor(1)
+    none = found["C++ compiler"]
+    assert (none["status"], none["result"]) == ("failed", "none: '/missing/g++' does not run")
+    assert "run uncompiled" in none["impact"]
+    assert "apt-get install g++ (macOS: xcode-select --install), and unset CXX" in none["fix"]
+    assert [found[name]["status"] for name in ("compile on CPU", "torch")] == ["failed", "ok"]
 
 
 LACKS_LIBRARY = """#!/bin/sh

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.metadata
 import json
+import re
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ import torch._inductor.graph
 from torch import nn
 
 from compile_callbacks import InductorCompile
+from tests.cases.zoo import Calls
 from tests.report.conftest import FILE, STEP_MS, Two
-from tests.support.models import Classifier, LoggerIn, Wrapper, batches_of, fit
+from tests.support.models import LoggerIn, batches_of, fit, mlp
 from tests.support.step_times import Times
-from tests.support.uncached import Slow, Uncached
+from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [
@@ -52,56 +53,35 @@ def contract(check, record, tmp_path):
     return json.loads((tmp_path / "contract.json").read_text())
 
 
-# ------------------------------------------------------------------------------------------ regressions
+def breaks(net, x):
+    print("between")
+    return net(nn.functional.dropout(x if x.sum() > 0 else -x, 0.5, net.training))
 
 
-class Breaks(Wrapper):
-    def forward(self, x):
-        print("between")
-        return super().forward(nn.functional.dropout(x if x.sum() > 0 else -x, 0.5, self.training))
-
-
-class Counts(Wrapper):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x * self.calls)
-
-
-class CallsOneChild(Two):
-    logits = Classifier.logits
-
-
-TRAIN, BREAKS = {"infer_mode": None}, {"infer_mode": None, "make": lambda: Two(Breaks())}
-NO_SIDE = ("train.targets: side not compiled, allowed none: ", "compiled net")
+TRAIN, BREAKS = {"infer_mode": None}, {"infer_mode": None, "make": lambda: Two(Calls(mlp(), breaks))}
 # The arguments of a run, and the begin and the reason of each breach.
 REGRESSIONS = {
     "graph_breaks": [BREAKS, ("train.graph_breaks: ", "print"), ("train.graph_breaks: ", "generic_jump TensorVari"),
                      ("train.uncompared_graphs: ", "dropout")],
-    "counter": [{"make": lambda: Two(Counts()), **TRAIN}, ("train.recompiles: ", "'calls': no longer")],
     "ragged_batch": [{"train": batches_of(*[4] * 11, *[3] * 9), "train_mode": {"dynamic": False}, **TRAIN},
                      ("train.recompiles: 2, allowed 0: ", "batch size 3, was 4")],
-    "dropped_target": [{"targets": ["net"], "train_mode": "reduce-overhead", "verify": "off", **TRAIN}, NO_SIDE,
+    "dropped_target": [{"targets": ["net"], "train_mode": "reduce-overhead", "verify": "off", **TRAIN},
+                       ("train.targets: side not compiled, allowed none: ", "compiled net"),
                        ("train.skipped_cudagraphs: 1, allowed 0: ", "no effect on a CPU"),
                        ("train.uncompared_graphs: 1, allowed 0: ", "did not verify")],
-    "uncalled_target": [{"make": CallsOneChild, "targets": ["net", "side"], **TRAIN}, NO_SIDE],
     "eager_mode": [{"train_mode": "eager"}, ("train.targets: net not compiled, ", "the mode is 'eager'")],
     "fullgraph": [{**BREAKS, "train_mode": {"fullgraph": True}}, ("train.targets: net not compiled, ", "print")],
     "inductor_fails": [{"passes": [Uncached()], **TRAIN}, ("train.fallbacks: 2, allowed 0: net", "by zero")],
     "wrong_pass": [{"passes": [WrongForward("train"), WrongForward("infer")]},
                    ("train.differing_graphs: 1, allowed 0: net", "output 0"),
                    ("infer.differing_graphs: 1, allowed 0: forward", "output 0")],
-    # The pass sleeps for each forward and backward graph of two targets.
-    "slow": [{"passes": [Slow(0.6)], **TRAIN}, ("train.compile_seconds: ", "net "),
-             ("train.speedup: 1.538, allowed 1.667: ", "eager 12 ms, compiled 7.8 ms")],
 }  # fmt: skip
 
 
-def run(folder, *, make=Two, train=20, accelerator="cpu", **arguments):
+def run(folder, *, make=Two, train=20, **arguments):
     """Train, and return the record."""
     callback = InductorCompile(**{"train_mode": "default", "baseline_steps": 5, **arguments})
-    settings = {"num_sanity_val_steps": 0, "logger": LoggerIn(folder), "accelerator": accelerator}
+    settings = {"num_sanity_val_steps": 0, "logger": LoggerIn(folder)}
     fit(callback, make=make, train=train, validation=None if "infer_mode" in arguments else 12, **settings)
     return json.loads((folder / FILE).read_text())[-1]
 
@@ -110,10 +90,10 @@ def run(folder, *, make=Two, train=20, accelerator="cpu", **arguments):
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_a_regression_breaks_the_contract_and_the_line_names_the_reason(name, contract, tmp_path, monkeypatch, check):
     arguments, *breaches = REGRESSIONS[name]
-    Times(monkeypatch, train=STEP_MS | ({None: 7.8} if name == "slow" else {}), infer=STEP_MS)
+    Times(monkeypatch, train=STEP_MS, infer=STEP_MS)
     if name == "inductor_fails":
         monkeypatch.setattr(torch._inductor.graph.GraphLowering, "run", lambda *args: 1 / 0)
-    contract["train"]["compile_seconds"] = 0.9 if name == "slow" else 600  # other programs may use the machine
+    contract["train"]["compile_seconds"] = 600  # other programs may use the machine
     if "infer_mode" in arguments:
         del contract["infer"]
     lines = check(run(tmp_path / "run", **arguments), contract, status=1)
@@ -124,9 +104,11 @@ def test_a_regression_breaks_the_contract_and_the_line_names_the_reason(name, co
 def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(record, contract, check):
     assert check(record, contract) == []
     strict = contract | {"torch": "1.0", "margin": 0.1}
-    strict["train"] |= {"graphs": 1, "graph_breaks": {"anything": 3}, "speedup": 3}
+    strict["train"] |= {"graphs": 1, "graph_breaks": {"anything": 3}, "speedup": 3, "compile_seconds": 0.0}
     strict["infer"]["graphs"] = 0
-    assert check(record, strict, status=1) == [
+    lines = check(record, strict, status=1)
+    assert re.match(r"train\.compile_seconds: .*: net .* s", lines.pop(1))
+    assert lines == [
         "train.graphs: 2, allowed 1: net 1, side 1",
         "train.speedup: 2, allowed 2.727: eager 12 ms, compiled 6 ms",
         "infer.graphs: 1, allowed 0: forward 1",
@@ -135,7 +117,7 @@ def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(record, 
     assert note in check.stderr
     found = json.loads("\n".join(check(record, strict, "--json", status=1)))
     of_infer = {"phase": "infer", "figure": "graphs", "value": 1, "allowed": 0, "reason": "forward 1"}
-    assert (len(found["breaches"]), found["breaches"][-1], found["notes"]) == (3, of_infer, [note])
+    assert (len(found["breaches"]), found["breaches"][-1], found["notes"]) == (4, of_infer, [note])
 
 
 @pytest.mark.parametrize(
@@ -205,24 +187,3 @@ def test_memory_above_the_margin_is_a_breach(record, contract, check):
         record["report"]["train"]["diagnostics"] |= {peak: None, name: mib}
         lines = check(record, contract, status=status)
         assert [line[:43] for line in lines] == ["train.peak_memory_mib: 121, allowed 120: th"] * status
-
-
-@pytest.mark.gpu
-def test_more_memory_breaks_the_contract(tmp_path, check):
-    """A buffer of 1 GiB, because cuBLAS has workspaces of 64 MiB."""
-
-    def run_with_ballast(name, elements):
-        def make():
-            module = Two()
-            module.register_buffer("ballast", torch.zeros(elements))
-            return module
-
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # because a report has only peaks above those of earlier work
-        return run(tmp_path / name, make=make, accelerator="gpu", train_mode="reduce-overhead")
-
-    check(run_with_ballast("before", 1), {}, "--write")
-    allowed = json.loads((tmp_path / "contract.json").read_text())
-    lines = check(run_with_ballast("after", 2**28), allowed, status=1)
-    assert any(line.startswith("train.peak_memory_mib: ") for line in lines), lines

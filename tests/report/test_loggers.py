@@ -42,9 +42,6 @@ def test_a_logger_that_raises_is_warned_about_once_and_scalars_are_logged_within
     assert {*logged[1][1]} >= {f"step/train/{name}" for name in names}
 
 
-# ------------------------------------------------------------------------------------------ TensorBoard
-
-
 def read(folder):
     return EventAccumulator(str(folder)).Reload()
 
@@ -121,10 +118,8 @@ class Configured(Classifier):
 
 
 @pytest.mark.parametrize(("shape", "prefix"), [(None, ""), ([1], "mine")])
-def test_the_users_layout_prefix_and_hyperparameters_are_respected_and_without_matplotlib_there_is_no_plot(
-    shape, prefix, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_the_users_layout_prefix_and_hyperparameters_are_respected(shape, prefix, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without matplotlib, there is no plot
     logger = TensorBoardLogger(tmp_path, prefix=prefix)
     callback = InductorCompile("default", None, baseline_steps=0, verify="off")
     fit(callback, make=lambda: Configured(lr=0.2, shape=shape), train=2, logger=logger)

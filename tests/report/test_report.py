@@ -30,9 +30,6 @@ def through_json(report):
     return CompileReport.from_dict(json.loads(json.dumps(report.to_dict())))
 
 
-# ------------------------------------------------------------------------------------------ data
-
-
 def test_never_and_nothing_survive_json_and_missing_unknown_and_mistyped_fields_are_left_out():
     report = report_of(break_even_steps="never")
     assert report.train.break_even_steps == math.inf
@@ -93,8 +90,6 @@ def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_
     assert -100 < callback.report.infer.net_seconds_saved < 100
 
 
-# ------------------------------------------------------------------------------------------ the plot
-
 EAGER, COMPILING = {"compiled": False}, {"compiling": True}
 
 
@@ -125,9 +120,6 @@ def test_the_series_of_a_long_run_is_short_and_survives_json():
     report = report_of_steps((5000, 4.7654321, EAGER), (1, 100.0, COMPILING), (5000, 4.1234567, {}))
     assert through_json(report) == report
     assert len(json.dumps(report.to_dict())) < 40_000
-
-
-# ------------------------------------------------------------------------------------------ the golden run
 
 
 @pytest.mark.all_versions
@@ -163,9 +155,6 @@ def test_what_was_not_measured_is_none():
     assert (train.samples, train.diagnostics.eager_samples, train.diagnostics.compiled_samples) == (3, 0, 3)
     assert (infer.compile_seconds, infer.samples) == (None, None)
     assert not {name for name in callback.report.scalars() if "speedup" in name or "infer" in name}
-
-
-# ------------------------------------------------------------------------------------------ the file
 
 
 class Interrupted(Classifier):

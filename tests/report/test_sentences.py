@@ -13,7 +13,8 @@ AGAIN = "; step times vary by ±{}, so other programs may use the machine: measu
 AGAIN_TRAIN = "measure train again while no other program uses the machine"
 EAGER, TRY_EAGER = "train_mode='eager' leaves the phase eager", "; try train_mode='eager'"
 RECOMPILE = {"kind": "recompile", "target": "net", "phase": "train", "reason": "batch size 13, was 32"}
-FREEZING = {"kind": "freezing", "target": "net", "reason": "freezing has no effect while weights may change"}
+WEIGHTS = "freezing has no effect while weights may change"
+FREEZING = {"kind": "freezing", "target": "net", "reason": f"{WEIGHTS}\n  Explanation: \n  Hint: none"}
 DROPOUT = {"kind": "verify", "verdict": "not compared", "reason": "dropout", "fix": "this helps"}
 NOT_COMPARED = "train has a graph that was not compared with eager (dropout): this helps"
 SLOWER = "slower by 12% (100 → 112 ms): torch reports no cause"
@@ -90,7 +91,7 @@ SENTENCES = [
     (compared("too few samples", 17.1, 83.1, net=-62.3), FEW + LOST, MORE + BASELINE),
     (compared("too few samples", 17.1, 83.1), FEW, MORE + BASELINE),
     (compared("not compiled", 17.1, 83.1, net=-0.04), UNCOMPILED, None),
-    (faster(events=[FREEZING]), f"{FASTER}; {FREEZING['reason']}", None),
+    (faster(events=[FREEZING]), f"{FASTER}; {WEIGHTS}", None),
     # The side that lacks samples.
     (compared("too few samples", None, 5.0, eager_samples=0), NO_EAGER, MORE + BASELINE),
     (compared("too few samples", 10.0, 5.0, eager_samples=50), "too few samples (10.0 →…", MORE),
