@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -14,28 +15,26 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
 from compile_callbacks.cache.folder import ModelRecord
 from compile_callbacks.cli.doctor import check_cache_folder
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, fit, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 # Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
 RUN = """
 import json, sys, warnings
 
-import torch
 import torch._inductor.cpp_builder as cpp_builder
-from torch._dynamo.utils import counters
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import loader, seeded, trainer
 
 warnings.simplefilter("error", CompileWarning)
-built = []
-build = cpp_builder.CppBuilder.build
+built, build = [], cpp_builder.CppBuilder.build
 
 
 def recorded(self):
@@ -47,35 +46,25 @@ def recorded(self):
 cpp_builder.CppBuilder.build = recorded
 callback, module = InductorCompile(cache_dir=sys.argv[1], baseline_steps=0), seeded()
 trainer(callback, max_epochs=2).fit(module, loader(4), loader(2))
-predictions = torch.cat(trainer(callback).predict(module, loader(2, seed=1)))
-report = callback.report
-print(json.dumps({
-    "results": [module.losses, predictions.tolist()],
-    "misses": counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"],
-    "hits": counters["aot_autograd"]["autograd_cache_hit"],
-    "reported": [[phase.cache_hits, phase.diagnostics.cache_misses] for phase in (report.train, report.infer)],
-    "built": built,
-}))
+predictions = trainer(callback).predict(module, loader(2, seed=1))
+phases = callback.report.train, callback.report.infer
+cache = [(phase.cache_hits > 0, phase.diagnostics.cache_misses > 0) for phase in phases]
+print(json.dumps([[module.losses, [batch.tolist() for batch in predictions]], built, cache]))
 """
 
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing_also_after_the_folder_moved_and_damage_is_reported(tmp_path):
     def run(folder):
-        environment = {
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs own"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # this process builds all libraries, and records them
-        }
+        # With one thread, this process builds all libraries, and records them.
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torchs own"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         return json.loads(run_in_new_process(RUN, folder, environment=environment).splitlines()[-1])
 
-    cold = run(tmp_path / "My Drive")
-    assert cold["built"]
-    assert cold["misses"] > 0
+    results, built, cache = run(tmp_path / "My Drive")
+    assert built
+    assert [misses for _, misses in cache] == [True, True]
     shutil.move(tmp_path / "My Drive", tmp_path / "moved")
-    warm = run(tmp_path / "moved")
-    assert (warm["built"], warm["misses"], warm["results"]) == ([], 0, cold["results"])
-    assert warm["hits"] > 0
-    assert all(hits > 0 and misses == 0 for hits, misses in warm["reported"])
+    assert run(tmp_path / "moved") == [results, [], [[True, False], [True, False]]]
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
     for path in (tmp_path / "moved" / "inductor").rglob("*.main.so"):
         path.write_bytes(b"half of a library, because its process was killed")
@@ -90,138 +79,119 @@ def variables():
     return [os.environ.get(variable) for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
 
 
-def cached(folder, **settings):
-    return compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=folder, **settings)
+def cached(folder):
+    return compile_phases(nn.Linear(FEATURES, CLASSES), cache_dir=folder)
 
 
 @pytest.mark.all_versions
-def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("restores", [True, False])
+def test_compile_phases_uses_the_folder_until_restore_or_until_the_module_is_deleted(restores, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     folder = tmp_path / "kept"
     module = cached(folder)
     assert variables() == [str(folder / name) for name in ("inductor", "triton")]
     assert folder.stat().st_mode & 0o777 == 0o700
-    restore(module)
-    assert variables() == ["/somewhere", None]
-    module = cached(folder)
-    assert variables()[0] == str(folder / "inductor")
+    if restores:
+        restore(module)
+        assert variables() == ["/somewhere", None]
     del module
     gc.collect()
     assert variables() == ["/somewhere", None]
 
 
-def writable(part):
-    def open_to_others(folder):
-        (folder / part).mkdir(exist_ok=True)
-        (folder / part).chmod(0o777)
-
-    return open_to_others
-
-
-def is_a_file(folder):
-    (folder / "inductor").touch()
+def writable(folder):
+    (folder / "triton").mkdir()
+    (folder / "triton").chmod(0o777)
 
 
 root_only = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 
 
+@pytest.mark.all_versions
+@pytest.mark.usefixtures("captured_graph")
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (writable("inductor"), "is not used.*chmod go-w"),
-        (writable("triton"), "is not used.*chmod go-w"),
+        (lambda folder: folder.chmod(0o777), "chmod go-w"),
+        (writable, "chmod go-w"),
         pytest.param(lambda folder: os.chown(folder, 12345, 12345), r"another user \(12345\)", marks=root_only),
-        (lambda folder: (folder / "inductor").symlink_to(folder.parent), "is not used"),
-        (is_a_file, "is not used"),
+        (lambda folder: (folder / "inductor").symlink_to(folder.parent), ""),
+        (lambda folder: (folder / "inductor").touch(), ""),
     ],
 )
-def test_a_folder_that_cannot_be_used_costs_the_cache_only(tmp_path, spoil, said):
+def test_a_folder_that_cannot_be_used_costs_the_cache_and_one_warning(tmp_path, spoil, said):
     spoil(tmp_path)
-    before = variables()
-    with pytest.warns(CompileWarning, match=said):
-        module = cached(tmp_path)
-    assert variables() == before
+    before, found = variables(), []
+    callback, module = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off"), seeded()
+    for caught in (pytest.warns(CompileWarning, match=f"is not used.*{said}"), contextlib.nullcontext()):
+        with caught:
+            trainer(callback, LambdaCallback(on_train_end=lambda *_: found.append(variables()))).fit(module, loader(2))
+    assert found == [before, before]
+    assert callback.report.train.graphs == 1
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_folder_with_a_space_is_used_through_a_link_and_one_that_cannot_be_written_as_it_is(
+    is_writable, tmp_path, monkeypatch
+):
+    code = tmp_path / "My Drive" / "inductor" / "code"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    said = contextlib.nullcontext()
+    if not is_writable:
+        monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(30, "Read-only file system")))
+        message = "cannot be written, so only its present code is used: .*Read-only.*CC401"
+        said = pytest.warns(CompileWarning, match=message)
+    with said:
+        module = cached(tmp_path / "My Drive")
+    used = Path(variables()[0], "code")
+    assert used.exists()
+    assert " " not in str(used)
+    assert (used.resolve() == code) == is_writable
     restore(module)
+    assert not used.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_used_as_it_is(tmp_path, monkeypatch):
-    (tmp_path / "inductor").mkdir()
-    (tmp_path / "inductor" / "code").touch()
-    monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(30, "Read-only file system")))
-    with pytest.warns(CompileWarning, match="cannot be written, so only its present code is used: .*Read-only.*CC401"):
-        module = cached(tmp_path)
-    copy = Path(variables()[0])
-    assert [path.name for path in copy.iterdir()] == ["code"]
-    restore(module)
-    assert not copy.exists()
-
-
-def test_a_folder_with_a_space_is_used_through_a_link(tmp_path):
-    module = cached(tmp_path / "My Drive")
-    link = Path(variables()[0])
-    assert link.resolve() == tmp_path / "My Drive" / "inductor"
-    assert " " not in str(link)
-    restore(module)
-    assert not link.exists()
-
-
+@pytest.mark.usefixtures("captured_graph")
 def test_a_user_without_a_home_folder_compiles_without_the_cache(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
     with pytest.warns(CompileWarning, match="cache_dir='~/kept' is not used.*home.*CC401"):
         callback = InductorCompile("default", None, cache_dir="~/kept", baseline_steps=0)
-    trainer(callback).fit(seeded(), loader(2))
+    fit(callback, train=2)
     assert callback.report.train.graphs == 1
 
 
+NO_FILE = subprocess.CalledProcessError(1, "g++ a b/x.cpp", output=b"g++: error: a: No such file")
+
+
 @pytest.mark.parametrize(
-    ("error", "is_damage"),
+    ("error", "own_folder", "said"),
     [
-        (pickle.UnpicklingError("truncated"), True),
-        (OSError("main.so: file too short"), True),
-        (OSError(28, "No space left on device"), False),
-        (RuntimeError("this lowering is not there"), False),
+        (pickle.UnpicklingError("truncated"), False, "are damaged"),
+        (OSError("main.so: file too short"), False, "are damaged"),
+        (OSError(28, "No space left on device"), False, "No space left((?!are damaged).)*$"),
+        (RuntimeError("this lowering is not there"), False, "is not there((?!are damaged).)*$"),
+        (NO_FILE, True, "error: a: No such file.*a b' contains a space.*set TMPDIR"),
     ],
 )
-def test_only_an_error_of_damaged_files_is_called_damage(tmp_path, monkeypatch, error, is_damage):
+def test_only_an_error_of_damaged_files_is_called_damage(tmp_path, monkeypatch, error, own_folder, said):
+    """If torch's own folder has a space, this is named as the reason."""
+    if own_folder:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a b"))
+        assert "set TMPDIR" in check_cache_folder().fix
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=error))
-    module = cached(tmp_path)
-    with pytest.warns(CompileWarning) as caught:
+    module = cached(None if own_folder else tmp_path)
+    with pytest.warns(CompileWarning, match=f"(?s){said}"):
         module(torch.ones(4, FEATURES))
     restore(module)
-    assert ["are damaged" in str(warning.message) for warning in caught] == [is_damage]
-
-
-def test_a_space_in_torchs_own_folder_is_named_as_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a b"))
-    error = subprocess.CalledProcessError(1, "g++ a b/x.cpp", output=b"g++: error: a: No such file")
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=error))
-    module = cached(None)
-    with pytest.warns(CompileWarning, match="error: a: No such file.*a b' contains a space.*set TMPDIR"):
-        module(torch.ones(4, FEATURES))
-    restore(module)
-    assert "set TMPDIR" in check_cache_folder().fix
-
-
-@pytest.mark.all_versions
-@pytest.mark.usefixtures("no_codegen")
-def test_a_folder_that_is_refused_costs_one_warning(tmp_path):
-    tmp_path.chmod(0o777)
-    callback, module = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=0, verify="off"), seeded()
-    with pytest.warns(CompileWarning, match="is not used.*chmod go-w") as caught:
-        trainer(callback).fit(module, loader(4))
-    trainer(callback).fit(module, loader(4))  # another warning would be an error
-    assert [warning.category for warning in caught].count(CompileWarning) == 1
-    assert callback.report.train.graphs > 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("folder", "error", "message"),
     [
-        (3, TypeError, "cache_dir=3 must be the path of a folder, not int"),
-        (b"kept", TypeError, "cache_dir=b'kept'"),
+        (b"kept", TypeError, "cache_dir=b'kept' must be the path of a folder, not bytes"),
         ("", ValueError, "'.' is the current folder"),
         (__file__, ValueError, "must be a folder, but is a file"),
     ],
@@ -231,17 +201,8 @@ def test_a_wrong_folder_is_refused_with_the_argument_and_the_value(folder, error
         InductorCompile(cache_dir=folder)
 
 
-@pytest.mark.all_versions
-@pytest.mark.gpu
-def test_compile_workers_that_started_earlier_use_the_folder(tmp_path):
-    for width, folder in ((24, None), (40, tmp_path)):  # the first run starts the workers
-        net = nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), nn.Linear(width, CLASSES))
-        callback = InductorCompile("default", None, baseline_steps=0, verify="off", cache_dir=folder)
-        trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(4))
-    assert list((tmp_path / "triton").rglob("*.cubin"))
-
-
-# `FEATURES` columns of a batch norm: Inductor measures several configurations of the kernel.
+# `FEATURES` columns of a batch norm: Inductor measures several configurations of the kernel. The first run starts the
+# compile workers.
 AUTOTUNED = """
 import sys
 
@@ -251,21 +212,22 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from compile_callbacks import InductorCompile
 from tests.support.models import CLASSES, FEATURES, Classifier, loader, trainer
 
-measured = []
-bench = CachingAutotuner.bench
-CachingAutotuner.bench = lambda self, *args, **kwargs: measured.append(self) or bench(self, *args, **kwargs)
-net = nn.Sequential(nn.Linear(FEATURES, 512), nn.BatchNorm1d(512), nn.GELU(), nn.Linear(512, CLASSES))
-callback = InductorCompile("default", None, cache_dir=sys.argv[1], baseline_steps=0, verify="off")
-trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(3, batch_size=1024))
-print(len(measured))
+measured, bench = [], CachingAutotuner.bench
+CachingAutotuner.bench = lambda self, *args, **kwargs: measured.append(folder) or bench(self, *args, **kwargs)
+for width, folder in ((256, None), (512, sys.argv[1])):
+    net = nn.Sequential(nn.Linear(FEATURES, width), nn.BatchNorm1d(width), nn.GELU(), nn.Linear(width, CLASSES))
+    callback = InductorCompile("default", None, cache_dir=folder, baseline_steps=0, verify="off")
+    trainer(callback, accelerator="gpu", devices=1).fit(Classifier(net), loader(3, batch_size=1024))
+print(measured.count(sys.argv[1]))
 """
 
 
 @pytest.mark.all_versions
 @pytest.mark.gpu
-def test_a_second_process_measures_no_configurations_of_kernels(tmp_path):
+def test_compile_workers_that_started_earlier_use_the_folder_and_a_second_process_measures_no_kernels(tmp_path):
     first, second = (int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) for _ in range(2))
     assert first > second == 0
+    assert list((tmp_path / "triton").rglob("*.cubin"))
 
 
 # ------------------------------------------------------------------------------------------ the file of a model
@@ -276,8 +238,7 @@ EMPTY = {"version": 1, "winners": {}, "shapes": {}, "compile_seconds": {}}
 def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
     record = ModelRecord(tmp_path / "cache", "abc")
     assert record.load() == EMPTY
-    for number in range(60):
-        assert record.update("winners", str(number), {}) is None
+    assert [record.update("winners", str(number), {}) for number in range(60)] == [None] * 60
     record.update("winners", "10", {"candidate": "default"})
     winners = ModelRecord(tmp_path / "cache", "abc").load()["winners"]
     assert list(winners.items()) == [*((str(number), {}) for number in range(11, 60)), ("10", {"candidate": "default"})]
@@ -286,22 +247,17 @@ def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
     assert [path.stat().st_mode & 0o777 for path in (record.path, record.path.parent)] == [0o600, 0o700]
 
 
-DAMAGED = (
-    *(
-        b"",
+@pytest.mark.parametrize(
+    "content",
+    [
         b"null",
         b"[" * 200_000,
         b"\xff\xfe\x00",
-        b'{"winners": {"k": {}}}',
         b'{"version": 2, "winners": {"k": {}}}',
-    ),
-    b'{"version": 1, "winners": null, "shapes": null, "compile_seconds": null}',
-    *(b'{"version": 1, "winners": ' + winners for winners in (b'["k"]}', b'{"k": null, "l": "default"}}')),
-    b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",
+        b'{"version": 1, "winners": null, "shapes": ["k"], "compile_seconds": {"k": null, "l": "default"}}',
+        b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",
+    ],
 )
-
-
-@pytest.mark.parametrize("content", DAMAGED)
 def test_damaged_record_reads_as_an_empty_one_and_can_be_written_again(tmp_path, content):
     record = ModelRecord(tmp_path, "abc")
     record.path.write_bytes(content)
@@ -311,15 +267,15 @@ def test_damaged_record_reads_as_an_empty_one_and_can_be_written_again(tmp_path,
 
 
 def test_record_that_cannot_be_read_or_written_costs_the_record_only(tmp_path):
-    pipe, folder = (ModelRecord(tmp_path, name) for name in ("pipe", "folder"))
-    os.mkfifo(pipe.path)
-    folder.path.mkdir()
-    assert pipe.load() == folder.load() == EMPTY  # opening a pipe would wait for a writer
-    assert "Error" in folder.update("winners", "k", {})
+    records = [ModelRecord(folder, "abc") for folder in (tmp_path / "pipe", tmp_path / "folder", tmp_path / "file")]
+    records[0].path.parent.mkdir()
+    os.mkfifo(records[0].path)
+    records[1].path.mkdir(parents=True)
+    records[2].path.parent.touch()
+    assert [record.load() for record in records] == [EMPTY] * 3  # opening a pipe would wait for a writer
+    assert ["Error" in str(record.update("winners", "k", {})) for record in records] == [False, True, True]
     assert "TypeError" in ModelRecord(tmp_path, "json").update("winners", "k", {"candidate": object()})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model-folder.json", "model-pipe.json"]
-    (tmp_path / "file").write_text("")
-    assert "Error" in ModelRecord(tmp_path / "file", "abc").update("winners", "k", {})
+    assert [path.name for path in tmp_path.glob("*.json")] == []
 
 
 def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatch):
@@ -328,4 +284,4 @@ def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "inductor"))
     callback = InductorCompile(infer_mode=None, baseline_steps=0, targets=["net"])
     with pytest.warns(CompileWarning, match="runs eagerly in the train phase.*CC301"):
-        assert len(fit(callback, train=2, validation=None).losses) == 2
+        fit(callback, train=2, validation=None)
