@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.against_eager import assert_run_equals_eager, assert_same_module, assert_same_values
 from tests.support.models import Classifier, fit, loader, mlp, seeded, trainer
-from tests.support.processes import run_in_new_process
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -27,10 +26,8 @@ class CompilesItself(Classifier):
     wraps = True
 
     def __init__(self):
-        super().__init__()
-        if self.wraps:
-            self.net = torch.compile(self.net)
-        else:
+        super().__init__(torch.compile(mlp()) if self.wraps else None)
+        if not self.wraps:
             self.net.compile()
 
 
@@ -56,6 +53,7 @@ def test_a_fit_whose_checkpoints_load_from_checkpoint_cannot_load_warns(tmp_path
 @pytest.mark.filterwarnings("ignore:the checkpoints of this fit have no '_orig_mod.' in their keys")
 @pytest.mark.parametrize("make", [Classifier, by_hand])
 def test_checkpoints_have_the_keys_of_the_eager_module_and_no_entry_of_the_callback(make, tmp_path):
+    """So they load in a process without this library."""
     keys, module, seen = set(Classifier().state_dict()), make(), []
     saved = ModelCheckpoint(dirpath=tmp_path, save_last=True)
     module.on_train_epoch_end = lambda: seen.append(set(module.state_dict()))
@@ -66,18 +64,6 @@ def test_checkpoints_have_the_keys_of_the_eager_module_and_no_entry_of_the_callb
         checkpoint = torch.load(path, weights_only=True)
         assert set(checkpoint["state_dict"]) == keys
         assert not any("InductorCompile" in key for key in checkpoint["callbacks"])
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_in_a_process_without_this_library(tmp_path):
-    fit(InductorCompile(baseline_steps=0)).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    source = f"""
-import sys
-sys.modules["compile_callbacks"] = None
-from tests.support.models import Classifier
-print("loaded", len(Classifier.load_from_checkpoint({str(tmp_path / "run.ckpt")!r}, weights_only=True).state_dict()))
-"""
-    assert f"loaded {len(Classifier().state_dict())}" in run_in_new_process(source)
 
 
 def test_a_checkpoint_of_a_module_that_was_compiled_by_hand_loads(tmp_path):
@@ -115,9 +101,7 @@ def test_the_entry_of_an_older_version_is_ignored_and_the_report_of_a_copy_is_th
 
 class FailsInTheSixthStep(Classifier):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 5:
-            raise OSError("disk full")
-        return super().training_step(batch, batch_idx)
+        return super().training_step(None if batch_idx == 5 else batch, batch_idx)
 
 
 @pytest.mark.filterwarnings(
@@ -128,16 +112,15 @@ class FailsInTheSixthStep(Classifier):
 def test_a_checkpoint_on_exception_equals_eager_and_resumes(tmp_path):
     def fail(folder, *ours):
         module = seeded(FailsInTheSixthStep)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(TypeError, match="cannot unpack"):
             trainer(*ours, OnExceptionCheckpoint(folder), enable_checkpointing=True).fit(module, loader(), loader(2))
-        return module, torch.load(folder / "on_exception.ckpt", weights_only=False)
+        saved = torch.load(folder / "on_exception.ckpt", weights_only=False)
+        return module, [saved[part] for part in ("global_step", "state_dict", "optimizer_states")]
 
     ours = InductorCompile(baseline_steps=0)
     (eager, expected), (compiled, saved) = fail(tmp_path / "eager"), fail(tmp_path / "ours", ours)
-    assert ours.report.train.graphs >= 1
+    assert (ours.report.train.graphs, saved[0]) == (1, 5)
     assert_same_module(compiled, eager)
     assert_same_values(compiled, eager)
-    assert saved["global_step"] == expected["global_step"] == 5
-    for part in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(saved[part], expected[part], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-5)
     assert_run_equals_eager(lambda *ours: fit(*ours, max_epochs=2, ckpt_path=tmp_path / "ours" / "on_exception.ckpt"))
