@@ -29,27 +29,19 @@ ALL_TIMED = 320  # of the first steps, each one is timed
 def test_a_steady_step_enters_few_functions():
     steps = []
 
-    def start(*args):
-        entered = []
-        steps.append(entered)
+    def profile(frame, event, argument):
+        # By hand, the compiled function has a frame, too.
+        ours = frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "net_train"
+        if event == "call" and ours:
+            steps[-1].append((frame.f_code.co_filename, frame.f_code.co_name))
 
-        def profile(frame, event, argument):
-            # By hand, the compiled function has a frame, too.
-            ours = frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_name != "net_train"
-            if event == "call" and ours:
-                entered.append((frame.f_code.co_filename.removeprefix(PACKAGE), frame.f_code.co_name))
-
-        sys.setprofile(profile)
-
-    starts = LambdaCallback(on_train_batch_start=start)
+    starts = LambdaCallback(on_train_batch_start=lambda *args: (steps.append([]), sys.setprofile(profile)))
     stops = LambdaCallback(on_train_batch_end=lambda *args: sys.setprofile(None))
     ours = InductorCompile("default", None, baseline_steps=0)
     fit(starts, ours, stops, train=ALL_TIMED + 200, validation=None)
     steady = steps[ALL_TIMED + 20 :]
     timed = [entered for entered in steady if any(name == "signature" for _, name in entered)]
     untimed = [entered for entered in steady if entered not in timed]
-    assert timed
-    assert untimed
     usual = min(untimed, key=len)
     assert sum(entered == usual for entered in untimed) > 0.8 * len(untimed), untimed
     assert len(untimed) >= 0.4 * len(steady)
@@ -96,13 +88,10 @@ def test_large_batches_take_little_time():
     numbers = [[float(number) for number in range(512)] for _ in range(64)]
     many = {f"key {index}": X for index in range(1000)}
     batches = [X, cyclic, deep, tree, numbers, ["a"] * 100_000, many, SimpleNamespace(**many)]
-    seconds, started = defaultdict(list), [0.0]
-    starts = LambdaCallback(on_train_batch_start=lambda *args: started.append(time.perf_counter()))
-    stops = LambdaCallback(
-        on_train_batch_end=lambda trainer, module, outputs, batch, index: seconds[index % len(batches)].append(
-            time.perf_counter() - started[-1]
-        )
-    )
-    fit_on(batches * 20, starts, InductorCompile(baseline_steps=1000), stops)
-    least = [min(seconds[index]) for index in range(len(batches))]
+    clock = defaultdict(list)
+    starts, stops = (lambda *args, i=i: clock[args[-1] % len(batches), i].append(time.perf_counter()) for i in (0, 1))
+    hooks = LambdaCallback(on_train_batch_start=starts), LambdaCallback(on_train_batch_end=stops)
+    fit_on(batches * 20, hooks[0], InductorCompile(baseline_steps=1000), hooks[1])
+    seconds = [zip(clock[index, 0], clock[index, 1], strict=True) for index in range(len(batches))]
+    least = [min(end - begin for begin, end in of_batch) for of_batch in seconds]
     assert max(least) < least[0] + 5e-4  # a walk takes 15 to 35 µs; an unbounded walk takes milliseconds
