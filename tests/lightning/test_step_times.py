@@ -86,16 +86,13 @@ def test_noise_few_samples_and_few_percent_are_no_warning_nor_what_contradicts_t
     assert (report.train.verdict, warned) == (verdict, [])
 
 
-@pytest.mark.parametrize(
-    ("baseline_steps", "compiled", "reason"),
-    [(2, 5, "too few samples"), (5, 10, "no difference"), (0, 5, "too few samples")],
-)
-def test_a_run_without_evidence_reports_why(baseline_steps, compiled, reason):
-    report, _ = timed({"eager": 10, None: compiled}, *[4] * 20, baseline_steps=baseline_steps)
+@pytest.mark.parametrize(("baseline", "compiled", "reason"), [(2, 5, "too few samples"), (5, 10, "no difference")])
+def test_a_run_without_evidence_reports_why(baseline, compiled, reason):
+    report, _ = timed({"eager": 10, None: compiled}, *[4] * 20, baseline_steps=baseline)
     train = report.train
-    assert (train.speedup, train.break_even_steps) == (None, None)
-    assert (train.net_seconds_saved is None) == (baseline_steps < 5)
-    assert (train.verdict, train.compiled_step_ms) == (reason, pytest.approx(compiled))
+    assert (train.verdict, train.speedup, train.break_even_steps) == (reason, None, None)
+    assert (train.net_seconds_saved is None) == (baseline < 5)
+    assert train.compiled_step_ms == pytest.approx(compiled)
     assert not {"step/train/speedup", "step/train/break_even_steps"} & report.scalars().keys()
     assert reason in str(report)
 
