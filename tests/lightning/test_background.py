@@ -4,117 +4,209 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from compile_callbacks import CompileWarning, InductorCompile, _torch
+from compile_callbacks import CompileWarning, GraphPass, InductorCompile, _torch
+from compile_callbacks.background import IS_HELPER
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue
-from compile_callbacks.passes import GraphPass, RecordGraphs
-from compile_callbacks.report.summary import verdict_lines
+from compile_callbacks.callbacks.from_environment import callbacks_from_environment
+from compile_callbacks.graphs.requests import CompileRequest, RequestQueue
+from compile_callbacks.passes import RecordGraphs
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.tuning.tuner import Tuner
-from tests.support.background import SECONDS, Until, eager_losses, pids, run, waiting_graph
-from tests.support.models import Classifier, Wrapper, batches_of, loader, seeded, trainer
+from tests.support.background import SECONDS, assert_trained_as_eager, compiled_steps, is_running, pids, run
+from tests.support.models import Classifier, Wrapper, batches_of, fit, loader, seeded, trainer
+from tests.support.processes import start_new_process
+from tests.support.step_times import Times
 
-pytestmark = pytest.mark.usefixtures("background_ms")
+pytestmark = pytest.mark.usefixtures("background_ms", "forked_helper", "no_codegen")
 all_versions = pytest.mark.all_versions
+SUBPROCESS = "compile_callbacks.background.helper.subprocess"
+
+
+def reasons(phase, kind="foreground"):
+    return [event["reason"] for event in phase.diagnostics.events if event["kind"] == kind]
+
+
+# ------------------------------------------------------------------------------------------ the switch
+
+
+class Broken(nn.Module):
+    """Calls two networks, with a graph break between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(x)
 
 
 @all_versions
-def test_training_goes_on_and_switches_to_the_compiled_code():
+def test_training_goes_on_and_switches_when_all_graphs_are_loaded():
+    """With symbolic sizes, and gradients accumulated over the switch."""
+    make, data = lambda: seeded(lambda: Classifier(Wrapper(Broken()))), batches_of(4, 5, 6, 7, 4, 5, 6, 7)
     callback = InductorCompile(background=True)
-    module, _ = run(callback)
-    report = callback.report.train
-    steps = len(module.losses)
-    eager = eager_losses(steps)
-    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(module.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-3)
-    meanwhile = report.diagnostics.waiting_steps
-    assert (report.graphs, report.verified, report.diagnostics.steps) == (1, "equal 1", {"compiled": 12, "eager": 1})
-    assert meanwhile > 0
-    # Twelve steps before the capture: the baseline and its warm-up steps.
-    assert steps == 12 + 1 + meanwhile + 12
-    assert report.background_seconds > report.compile_seconds > report.diagnostics.load_seconds > 0
-    assert report.diagnostics.waiting_step_ms > 0
+    module = run(callback, compiled_steps(12), make(), data=data, accumulate_grad_batches=4)
+    assert_trained_as_eager(module, make, data, accumulated=4)
+    report, details = callback.report.train, callback.report.train.diagnostics
+    assert (report.graphs, report.verified, details.steps) == (2, "equal 2", {"compiled": 12, "eager": 1})
+    assert not reasons(report) + reasons(report, "fallback")
+    # The baseline and its warm-up steps, and the step with the capture.
+    assert len(module.losses) >= 12 + 1 + details.waiting_steps + 12
+    assert details.waiting_steps > 0
+    assert report.background_seconds > report.compile_seconds > details.load_seconds > 0
+    assert details.waiting_step_ms > 0
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
 
 
-def test_the_helper_process_stores_its_code_in_the_cache_folder(tmp_path):
-    found = []
-    for _ in range(2):
-        torch._dynamo.reset()
-        callback = InductorCompile(background=True, infer_mode=None, cache_dir=tmp_path)
-        run(callback, module=seeded(lambda: Classifier(nn.Sequential(nn.Linear(8, 5), nn.Softsign(), nn.Linear(5, 3)))))
-        found.append((callback.report.train.cache_hits, callback.report.train.diagnostics.cache_misses))
-    assert found == [(0, 1), (1, 0)]
+@all_versions
+def test_an_exception_ends_the_helper_process_and_code_that_was_loaded_but_not_called_is_not_compiled_yet():
+    callback = InductorCompile(None, "default", background=True)
 
-
-def test_a_run_that_compiles_nothing_starts_no_helper_process():
-    callback = InductorCompile("default", None, background=True)
-    module, tells = Classifier(), pl.callbacks.LambdaCallback(on_validation_end=lambda *_: found.append(pids(callback)))
-    found: list[set[int]] = []
-    trainer(callback, tells).validate(module, loader(2), verbose=False)
-    assert found == [set()]
-
-
-class InterruptAfterLoad(pl.Callback):
-    """Interrupts the run in a training step when the code for validation is loaded."""
-
-    def __init__(self, callback: InductorCompile) -> None:
-        self.callback, self.ends = callback, time.monotonic() + SECONDS
-
-    def on_train_batch_end(self, *args: object) -> None:
-        session = self.callback.session
+    def poll(report):
+        session = callback.session
         if session._requests.waits("infer", None):
-            while session._requests.waits("infer", None) and time.monotonic() < self.ends:
+            while session._requests.waits("infer", None):
                 session._helper.poll()
                 time.sleep(0.05)
-            raise ValueError("the code is loaded")
+            raise KeyError("the user's")
 
-
-def test_a_phase_whose_code_was_loaded_but_not_called_is_not_compiled_yet():
-    callback = InductorCompile(None, "default", background=True)
-    interrupt = InterruptAfterLoad(callback)
-    with pytest.raises(ValueError, match="the code is loaded"):
-        trainer(callback, interrupt, max_epochs=-1).fit(seeded(), loader(), loader(16))
-    assert time.monotonic() < interrupt.ends
-    infer = callback.report.infer
-    assert (infer.graphs, infer.verdict) == (1, "still compiling")
+    with pytest.raises(KeyError, match="the user's"):
+        run(callback, poll)
+    assert (callback.report.infer.graphs, callback.report.infer.verdict) == (1, "still compiling")
 
 
 @all_versions
-def test_a_graph_with_symbolic_sizes_is_compiled_in_the_helper_process():
-    callback = InductorCompile(background=True)
-    run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
-    diagnostics = callback.report.train.diagnostics
-    assert not [event for event in diagnostics.events if event["kind"] in ("foreground", "fallback")]
-    assert callback.report.train.graphs == 1
-    assert callback.report.train.verified == "equal 1"
+def test_a_run_that_ends_before_the_compile_is_continued_by_the_next(tmp_path):
+    callback, module = InductorCompile(background=True), seeded()
+    run(callback, lambda report: False, module, max_steps=16)
+    assert (callback.report.train.graphs, callback.report.train.verdict) == (0, "still compiling")
+    module.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    run(callback, compiled_steps(12), module, ckpt_path=tmp_path / "last.ckpt")
+    assert callback.report.train.diagnostics.steps["compiled"] == 12
+    assert_trained_as_eager(module)
 
 
-def test_sizes_for_which_the_code_is_not_valid_compile_in_the_foreground(monkeypatch):
-    only_four = lambda _, positions: lambda inputs: [inputs[i] for i in positions] == [4]  # noqa: E731
-    monkeypatch.setattr(_torch.portable_graphs, "guard_of", only_four)
-    callback = InductorCompile(background=True, infer_mode="eager")
-    run(callback, data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
+def test_a_repeatable_run_warns():
+    with pytest.warns(CompileWarning, match=r"background=True.*deterministic.*CC204"):
+        fit(InductorCompile(background=True), train=2, deterministic=True)
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
+    callback, module = InductorCompile("default", None, background=True, keep_compiled=True), seeded()
+    run(callback, lambda report: report.train.diagnostics.waiting_steps > 1, module)
+    assert callback.report.train.graphs == 0
+    for _ in range(2):
+        module.net(torch.ones(4, 8)).sum().backward()  # as a batch of the run
     train = callback.report.train
-    reasons = [event["reason"] for event in train.diagnostics.events if event["kind"] == "foreground"]
-    assert reasons == ["the code of another process is not valid for the sizes of a call"]
-    assert (train.fallbacks, train.graphs) == (0, 2)
+    assert (train.verified, reasons(train)) == ("equal 1", ["the run has ended"])
+    assert "most steps ran before the compiled code was loaded" in str(callback.report)
 
 
-class Unpicklable(GraphPass):
-    def __init__(self) -> None:
+class Scaling(Wrapper):
+    def forward(self, x):
+        return self.net(x * (1 + x.abs().max().item()))
+
+
+@pytest.mark.usefixtures("recompiles_at_once")
+def test_candidates_are_compiled_while_the_best_so_far_trains(background_ms, monkeypatch):
+    """``"auto"`` also tries the setting that removes a graph break."""
+    make, healed = lambda: seeded(lambda: Classifier(Scaling())), "dynamo={'capture_scalar_outputs': True}"
+    background_ms.update({"default": 1.5, healed: 1.0})
+    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
+    callback = InductorCompile("auto", None, background=True)
+    module = run(callback, lambda report: "chosen" in [t["verdict"] for t in report.train.diagnostics.trials], make())
+    train = callback.report.train
+    trials = {trial["candidate"]: trial["verdict"] for trial in train.diagnostics.trials}
+    assert {"eager": "beaten", "default": "beaten", healed: "chosen"}.items() <= trials.items()
+    assert train.mode == healed
+    variants = {(series["candidate"], series["kind"]) for series in train.diagnostics.series}
+    assert {("waiting", "eager"), ("default", "compiled"), (healed, "compiled")} <= variants
+    assert_trained_as_eager(module, make)
+
+
+class Skips(Classifier):
+    """Does not call its network in some steps, which capture nothing."""
+
+    def training_step(self, batch, batch_idx):
+        skips = 12 <= self.trainer.global_step < 15
+        return self.net[0].weight.sum() * 0 if skips else super().training_step(batch, batch_idx)
+
+
+SLOWER = "compiled steps were slower in alternating blocks (2.00 → 3.00 ms)"
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "ranks", "compared", "sent_back"),
+    [
+        (2.0, [1.0] * 20 + [3.0], 1, True, [SLOWER]),
+        ([2.0] * 12 + [4.0], 3.0, 1, True, []),  # the machine became slower
+        (2.0, 3.0, 2, False, []),  # each step lasts as long as that of the slowest rank
+    ],
+)
+def test_slower_steps_go_back_to_eager_after_one_comparison(eager, compiled, ranks, compared, sent_back, monkeypatch):
+    times = Times(monkeypatch, train={"eager": eager, "waiting": 2.0, None: compiled})
+    monkeypatch.setattr("compile_callbacks.tuning.ranks.Ranks.join", lambda this, **_: setattr(this, "size", ranks))
+    callback = InductorCompile("default", None, background=True)
+    run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(200)(report), Skips())
+    train = callback.report.train
+    assert reasons(train, "sent_back") == sent_back
+    assert (f"runs eagerly again: {SLOWER}" in str(callback.report)) == bool(sent_back)
+    assert (times.counts["train", "eager"] > 12 + 30) == compared  # after the baseline
+    assert train.diagnostics.waiting_steps > 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "known_seconds", "requests"),
+    [(29, 0.0, False), (31, 0.0, True), (29, 20.0, True), (29, 40.0, False), (-1, 40.0, True)],
+)
+def test_a_compile_that_the_run_cannot_repay_is_not_requested(
+    steps, known_seconds, requests, background_ms, monkeypatch
+):
+    background_ms["eager"] = background_ms["waiting"] = 2000.0
+    monkeypatch.setattr("compile_callbacks.session.background_policy.LEAST_SECONDS", 60.0)
+    known = "compile_callbacks.profiling.progress.CompileProgress.known_seconds"
+    monkeypatch.setattr(known, lambda progress, phase: known_seconds)
+    callback = InductorCompile("default", None, background=True)
+    run(callback, lambda report: report.train.diagnostics.waiting_steps, max_steps=steps, data=loader(40))
+    train = callback.report.train.diagnostics
+    assert (train.waiting_steps, len(reasons(callback.report.train, "not_requested"))) == (requests, not requests)
+
+
+# ------------------------------------------------------------------------------------------ in the foreground
+
+
+class FailsInOtherProcess(GraphPass):
+    def __init__(self):
+        self.pid = os.getpid()
+
+    def __call__(self, graph, is_inference):
+        if os.getpid() != self.pid:
+            raise ValueError("not here")
+
+
+class Unpicklable(FailsInOtherProcess):
+    def __init__(self):
+        super().__init__()
         self.function = lambda: None
-
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -122,30 +214,41 @@ class Unpicklable(GraphPass):
     [
         (Unpicklable(), "a graph pass, an option or a setting of torch cannot be pickled"),
         (RecordGraphs(), "torch serializes no compiled code with a graph pass whose uuid() is None"),
+        (FailsInOtherProcess(), "not here"),
     ],
 )
-def test_a_graph_that_cannot_be_sent_compiles_in_the_foreground(graph_pass, reason):
-    callback = InductorCompile(background=True, passes=[graph_pass])
-    trainer(callback, max_steps=20, max_epochs=-1).fit(seeded(), loader())
-    report = callback.report.train
-    (found,) = [event["reason"] for event in report.diagnostics.events if event["kind"] == "foreground"]
+def test_a_graph_that_cannot_be_sent_or_compiled_in_the_helper_process_compiles_in_the_foreground(graph_pass, reason):
+    callback = InductorCompile("default", None, background=True, passes=[graph_pass])
+    run(callback, compiled_steps(2))
+    train, waits = callback.report.train, isinstance(graph_pass, FailsInOtherProcess)
+    (found,) = reasons(train)
     assert reason in found
-    assert (report.graphs, report.diagnostics.steps, report.diagnostics.waiting_steps) == (1, {"compiled": 10}, 0)
-    if isinstance(graph_pass, RecordGraphs):
+    assert (train.graphs, train.verified, train.diagnostics.waiting_steps > 0) == (1, "equal 1", reason == "not here")
+    if not waits:
         assert [graph.kind for graph in graph_pass.graphs] == ["forward", "backward"]
+
+
+def test_sizes_for_which_the_code_is_not_valid_compile_in_the_foreground(monkeypatch):
+    only_four = lambda _, positions: lambda inputs: [inputs[i] for i in positions] == [4]  # noqa: E731
+    monkeypatch.setattr(_torch.portable_graphs, "guard_of", only_four)
+    callback = InductorCompile("default", None, background=True)
+    run(callback, compiled_steps(12), data=batches_of(4, 5, 6, 7, 4, 5, 6, 7))
+    train = callback.report.train
+    assert reasons(train) == ["the code of another process is not valid for the sizes of a call"]
+    assert (train.fallbacks, train.graphs) == (0, 2)
 
 
 class Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x * 2
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient * 2
 
 
-def saves_sines(x: torch.Tensor) -> torch.Tensor:
+def saves_sines(x):
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
     return checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False, context_fn=contexts)
 
@@ -157,194 +260,191 @@ def saves_sines(x: torch.Tensor) -> torch.Tensor:
 def test_a_graph_that_another_process_cannot_compile_is_not_sent(function, reason):
     raised = []
 
-    def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> object:
-        with pytest.raises(_torch.portable_graphs.NotPortableError) as error:
+    def backend(graph_module, inputs):
+        with pytest.raises(_torch.portable_graphs.NotPortableError, match=reason) as error:
             _torch.portable_graphs.portable_graph(graph_module, inputs)
-        raised.append(str(error.value))
+        raised.append(error)
         return graph_module.forward
 
     torch.compile(function, backend=backend, fullgraph=True)(torch.ones(3, requires_grad=True))
     assert len(raised) == 1
-    assert reason in raised[0]
 
 
-class FailsInOtherProcess(GraphPass):
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
-        if os.getpid() != self.pid:
-            raise ValueError("not here")
-
-
-def test_a_graph_that_the_helper_process_cannot_compile_compiles_in_the_foreground():
-    callback = InductorCompile(background=True, passes=[FailsInOtherProcess()])
-    run(callback)
-    report = callback.report.train
-    reasons = [event["reason"] for event in report.diagnostics.events if event["kind"] == "foreground"]
-    assert len(reasons) == 1
-    assert "not here" in reasons[0]
-    assert (report.graphs, report.verified) == (1, "equal 1")
-
-
-def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
-    callback, module = InductorCompile(background=True, keep_compiled=True), seeded()
-    trainer(callback, max_steps=14, max_epochs=-1).fit(module, loader())
-    assert callback.report.train.graphs == 0
-    x = torch.ones(4, 8)  # as a batch of the run
-    for _ in range(2):
-        module.net(x).sum().backward()
-    report = callback.report.train
-    assert report.verified == "equal 1"
-    assert [e["reason"] for e in report.diagnostics.events if e["kind"] == "foreground"] == ["the run has ended"]
-    assert "most steps ran before the compiled code was loaded" in verdict_lines(callback.report)[0]
-
-
-def test_gradients_are_accumulated_over_the_switch():
-    callback = InductorCompile(background=True, infer_mode="eager")
-    module, _ = run(callback, accumulate_grad_batches=4)
-    eager = eager_losses(len(module.losses) // 4, accumulate_grad_batches=4)
-    count = len(eager.losses)
-    torch.testing.assert_close(torch.tensor(module.losses[:count]), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
-
-
-def test_a_run_continues_in_the_middle_of_a_compile(tmp_path):
-    first = InductorCompile(background=True)
-    whole = trainer(first, max_steps=16, max_epochs=-1)
-    whole.fit(seeded(), loader())
-    assert first.report.train.verdict == "still compiling"
-    whole.save_checkpoint(tmp_path / "last.ckpt")
-    second, module = InductorCompile(background=True), seeded()
-    until = Until(second)
-    trainer(second, until, max_epochs=-1).fit(module, loader(), ckpt_path=tmp_path / "last.ckpt")
-    assert second.report.train.diagnostics.steps["compiled"] == 12
-    eager = eager_losses(16 + len(module.losses))
-    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses[16:]), rtol=1e-3, atol=1e-3)
+# ------------------------------------------------------------------------------------------ failures
 
 
 @all_versions
-def test_a_second_run_of_the_same_callback_requests_what_the_first_did_not_get():
-    callback, module = InductorCompile(background=True), seeded()
-    trainer(callback, max_steps=16, max_epochs=-1).fit(module, loader())
-    assert callback.report.train.graphs == 0
-    until = Until(callback)
-    trainer(callback, until, max_epochs=-1).fit(module, loader())
+def test_if_the_helper_process_dies_the_steps_stay_eager_and_the_next_run_starts_it_again(tmp_path):
+    callback, module, later = InductorCompile("default", None, background=True, cache_dir=tmp_path), seeded(), []
+
+    def kill(runner):
+        time.sleep(0.3)
+        os.kill(*pids(callback), signal.SIGKILL)
+
+    def is_over(report):
+        later.extend([pids(callback)] * report.train.fallbacks)
+        return len(later) > 16  # two epochs
+
+    with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
+        run(callback, is_over, module, when_waiting=kill)
+    assert len([w for w in caught if "CC308" in str(w.message)]) == 1
+    assert not any(later)
+    train = callback.report.train
+    assert (train.graphs, train.verdict, train.fallbacks) == (0, "not compiled", 1)
+    assert_trained_as_eager(module)
+    run(callback, compiled_steps(12), module)
     assert callback.report.train.diagnostics.steps["compiled"] == 12
+    assert (tmp_path / "inductor" / "locks").exists()  # of the helper process
 
 
-class Own(nn.Module):
-    """Calls two networks, with a graph break between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).relu()
-        torch._dynamo.graph_break()
-        return self.second(x)
+def test_damaged_code_is_not_used(monkeypatch):
+    load = _torch.portable_graphs.load
+    monkeypatch.setattr(_torch.portable_graphs, "load", lambda artifact, options: load(artifact[:-20], options))
+    callback = InductorCompile("default", None, background=True)
+    with pytest.warns(CompileWarning, match="its code cannot be loaded.*CC308"):
+        module = run(callback, lambda report: report.train.fallbacks)
+    assert_trained_as_eager(module)
 
 
-def test_all_graphs_of_a_step_are_loaded_before_the_steps_switch():
-    callback = InductorCompile(background=True)
-    run(callback, module=seeded(lambda: Classifier(Wrapper(Own()))))
-    assert callback.report.train.graphs == 2
-    assert callback.report.train.diagnostics.steps == {"compiled": 12, "eager": 1}
+@pytest.mark.parametrize(
+    ("name", "variable", "reason"),
+    [("application", "", "not a Python interpreter"), ("python", IS_HELPER, "started by a helper process")],
+)
+def test_an_application_is_not_started_again(tmp_path, monkeypatch, name, variable, reason):
+    application, started = tmp_path / name, tmp_path / "started"
+    application.write_text(f"#!/bin/sh\necho again >> {started}\n")
+    application.chmod(0o755)
+    monkeypatch.setattr(SUBPROCESS, subprocess)
+    monkeypatch.setattr(sys, "executable", str(application))
+    monkeypatch.setenv(variable or "UNUSED", "1")
+    monkeypatch.setenv("COMPILE_CALLBACKS", "default" if variable else "")
+    callback = InductorCompile("default", None, background=True)
+    with pytest.warns(CompileWarning, match=f"{reason}.*CC308"):
+        fit(callback, max_epochs=3)
+    assert callback.report.train.fallbacks == 1
+    assert not started.exists()
+    assert callbacks_from_environment() == []
 
 
-def test_a_repeatable_run_warns():
-    callback = InductorCompile(background=True)
-    with pytest.warns(CompileWarning, match=r"background=True.*deterministic.*CC204"), warnings.catch_warnings():
-        trainer(callback, max_steps=2, deterministic=True).fit(seeded(), loader())
-    torch.use_deterministic_algorithms(mode=False)
+# ------------------------------------------------------------------------------------------ processes
 
 
-def test_the_argument_is_checked():
-    with pytest.raises(TypeError, match="background=1 must be True or False"):
-        InductorCompile(background=1)  # type: ignore[arg-type]
+def test_a_run_that_compiles_nothing_starts_no_helper_process():
+    callback, found = InductorCompile("default", None, background=True), []
+    tells = LambdaCallback(on_validation_end=lambda *_: found.append(pids(callback)))
+    trainer(callback, tells).validate(Classifier(), loader(2), verbose=False)
+    assert found == [set()]
 
 
-class UntilChosen(Until):
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
-        self.pids |= pids(self.callback)
-        verdicts = [trial["verdict"] for trial in self.callback.report.train.diagnostics.trials]
-        if "chosen" in verdicts or time.monotonic() > self.ends:
-            trainer.should_stop = True
+def helper_of(*graphs):
+    return Helper(RequestQueue([*graphs]), lambda problem, keys: pytest.fail(problem))
 
 
-def test_candidates_of_a_tune_are_compiled_while_the_best_so_far_trains(background_ms):
-    fast = "options={epilogue_fusion: True}"
-    background_ms.update({"default": 1.5, fast: 1.0})
-    candidates = ["default", {"options": {"epilogue_fusion": True}}]
-    callback = InductorCompile(train_mode={"candidates": candidates, "steps": 5}, background=True)
-    module, until = seeded(), UntilChosen(callback)
-    trainer(callback, until, max_epochs=-1).fit(module, loader())
-    report = callback.report.train
-    trials = {trial["candidate"]: trial["verdict"] for trial in report.diagnostics.trials}
-    assert trials == {"eager": "beaten", "default": "beaten", fast: "chosen"}
-    assert report.background_seconds > 0
-    variants = {(series["candidate"], series["kind"]) for series in report.diagnostics.series}
-    assert {("waiting", "eager"), ("default", "compiled"), (fast, "compiled")} <= variants
-    eager = eager_losses(len(module.losses))
-    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+def test_the_helper_process_gives_way_only_to_a_gpu_and_its_number_is_not_signaled_after_its_end(monkeypatch):
+    """Another process may have the number."""
+    before, helpers = os.getpriority(os.PRIO_PROCESS, 0), [helper_of(), helper_of()]
+    for helper in helpers:
+        helper.start(trains_on_cpu=helper is helpers[0], ranks=1)
+    processes = [helper._conversation._process for helper in helpers]
+    ends = time.monotonic() + 60
+    while (found := [os.getpriority(os.PRIO_PROCESS, process.pid) - before for process in processes]) != [0, 5]:
+        assert time.monotonic() < ends, found
+        time.sleep(0.05)
+    helpers[0].stop()
+    assert not is_running(processes[0].pid)
+    os.kill(processes[1].pid, signal.SIGKILL)
+    processes[1].wait()
+    monkeypatch.setattr(os, "killpg", pytest.fail)
+    helpers[1].stop()
 
 
-@pytest.mark.usefixtures("recompiles_at_once")
-def test_auto_tries_the_setting_that_removes_a_graph_break(background_ms, monkeypatch):
-    healed = "dynamo={'capture_scalar_outputs': True}"
-    background_ms.update({"default": 1.5, healed: 1.0})
-    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda tuner, trial: None)
-    callback = InductorCompile("auto", None, background=True)
-    module = seeded(lambda: Classifier(Scaling()))
-    trainer(callback, UntilChosen(callback), max_epochs=-1).fit(module, loader())
-    assert callback.report.train.mode == healed
-    eager = eager_losses(len(module.losses), seeded(lambda: Classifier(Scaling())))
-    torch.testing.assert_close(torch.tensor(module.losses), torch.tensor(eager.losses), rtol=1e-3, atol=1e-3)
+def test_a_helper_process_that_cannot_start_leaves_no_open_file(monkeypatch):
+    files, make = [], tempfile.TemporaryFile
+    monkeypatch.setattr(SUBPROCESS, subprocess)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: files.append(make()) or files[-1])
+    monkeypatch.setattr(sys, "executable", sys.executable + "-is-missing")
+    helper_of().start(trains_on_cpu=True, ranks=1)
+    assert [file.closed for file in files] == [True]
 
 
-class Scaling(Wrapper):
-    def forward(self, x):
-        return self.net(x * (1 + x.abs().max().item()))
+@pytest.mark.parametrize(("threads", "processors", "compilers"), [(3, 64, 3), (32, 4, 2), (8, 1, 1)])
+def test_the_helper_process_takes_no_more_than_the_user_and_the_machine_allow(
+    monkeypatch, threads, processors, compilers
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+    popen = lambda command, env, **_: pytest.fail(env["TORCHINDUCTOR_COMPILE_THREADS"])  # noqa: E731
+    monkeypatch.setattr(f"{SUBPROCESS}.Popen", popen)
+    settings = torch._inductor.config.patch(compile_threads=threads)
+    with settings, pytest.raises(pytest.fail.Exception, match=f"^{compilers}$"):
+        helper_of().start(trains_on_cpu=True, ranks=1)
 
 
-def test_slower_steps_go_back_to_eager(background_ms):
-    background_ms[None] = 3.0
-    callback = InductorCompile(background=True)
-    until, module = Until(callback, compiled_steps=10**9), seeded()
-
-    def stop(trainer_: pl.Trainer, *args: object) -> None:
-        events = [event["kind"] for event in callback.report.train.diagnostics.events]
-        trainer_.should_stop |= "sent_back" in events
-
-    until.on_train_batch_start = stop  # type: ignore[method-assign]
-    trainer(callback, until, max_epochs=-1).fit(module, loader())
-    assert time.monotonic() < until.ends
-    line = verdict_lines(callback.report)[0]
-    assert "runs eagerly again: compiled steps were slower in alternating blocks (2.00 → 3.00 ms)" in line
-    assert not callback.session._switch.compiled_targets("train")
-
-
-def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it():
-    factor = time.time()  # no earlier test has compiled this graph
-    requests: list[bytes] = []
-
-    def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> object:
-        graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
-        request = CompileRequest(graph=graph, phase="train", options={}, passes=(), activation_memory_budget=None)
-        requests.append(request.pickled())
-        return graph_module.forward
-
-    torch.compile(lambda x: (x * factor).sin(), backend=backend)(torch.ones(3, requires_grad=True))
-    answers: list[CompileAnswer] = []
-    helpers = []
-    for _ in range(2):
-        waiting = waiting_graph(requests[0], answers.append)
-        helpers.append(Helper(RequestQueue([waiting]), lambda problem, keys: pytest.fail(problem)))
-    ends = time.monotonic() + SECONDS
-    while len(answers) < 2 and time.monotonic() < ends:
+def answers_of(*requests):
+    """Give each request to a helper process of its own, and return the answers, and the reasons to compile here."""
+    found, ends, key = [], time.monotonic() + SECONDS, CompileKey("net", "train")
+    more = {"key": key, "sent_to": None, "load": found.append, "compile_here": found.append}
+    helpers = [helper_of(SimpleNamespace(pickled=request, **more)) for request in requests]
+    while len(found) < len(requests) and time.monotonic() < ends:
         for helper in helpers:
             helper.poll()
         time.sleep(0.05)
     for helper in helpers:
         helper.stop()
-    assert sorted(answer.cached for answer in answers) == [False, True]
+    return found
+
+
+class Exits:
+    def __reduce__(self):
+        return sys.exit, ("usage: --lr",)
+
+
+def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("queue.py").write_text("raise ValueError")
+    monkeypatch.setattr(SUBPROCESS, subprocess)
+    assert answers_of(pickle.dumps(Exits())) == ["SystemExit: usage: --lr"]
+
+
+def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    requests = []
+
+    def backend(graph_module, inputs):
+        graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
+        request = CompileRequest(graph=graph, phase="train", options={}, passes=(), activation_memory_budget=None)
+        requests.append(request.pickled())
+        return graph_module.forward
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, requires_grad=True))
+    assert sorted(answer.cached for answer in answers_of(*requests * 2)) == [False, True]
+
+
+_KILLED = """
+from compile_callbacks import InductorCompile
+from tests.support.background import pids, run
+
+callback = InductorCompile(background=True, baseline_steps=0)
+run(callback, lambda report: False, when_waiting=lambda runner: print("helper", *pids(callback), flush=True))
+"""
+
+
+@all_versions
+def test_the_helper_process_ends_if_the_main_process_is_killed(tmp_path):
+    script, printed = tmp_path / "script.py", tmp_path / "printed"
+    script.write_text(_KILLED)
+    process = start_new_process(script, (), environment={"TMPDIR": str(tmp_path)}, printed=printed)
+    ends, found = time.monotonic() + SECONDS, None
+    while found is None and time.monotonic() < ends:
+        time.sleep(0.1)
+        found = re.search(r"^helper (\d+)$", printed.read_text() if printed.exists() else "", re.MULTILINE)
+    process.kill()
+    process.join()
+    while is_running(int(found[1])) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not is_running(int(found[1]))
+    assert not list(tmp_path.glob("compile_callbacks*"))
+
+
+def test_the_argument_is_checked():
+    with pytest.raises(TypeError, match="background=1 must be True or False"):
+        InductorCompile(background=1)

@@ -80,16 +80,16 @@ def _run(script: Path, arguments: list[str], variables: dict[str, str], printed:
 class ForkedHelper:
     """Stands in for `subprocess.Popen` of the helper process, which it forks from the process that has torch."""
 
-    def __init__(
-        self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], stderr: Any, **_: Any
-    ) -> None:
-        connection = Connection(os.dup(pass_fds[0]))
-        errors = Connection(os.dup(stderr.fileno()), readable=False)
-        self._process = _forked.Process(target=_help, args=(command[-1], connection, dict(env), errors))
+    def __init__(self, command: list[str], *, pass_fds: list[int], env: Mapping[str, str], stderr: Any, **_: Any):
+        connections = Connection(os.dup(pass_fds[0])), Connection(os.dup(stderr.fileno()), readable=False)
+        self._process = _forked.Process(target=_help, args=(command[-1], dict(env), *connections))
         self._process.start()
         self.pid = self._process.pid
-        connection.close()
-        errors.close()
+        for connection in connections:
+            connection.close()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -102,7 +102,7 @@ def subprocess_with_forked_helper() -> SimpleNamespace:
     return SimpleNamespace(**{**vars(subprocess), "Popen": ForkedHelper})
 
 
-def _help(niceness: str, connection: Connection, environment: Mapping[str, str], errors: Connection) -> None:
+def _help(niceness: str, environment: Mapping[str, str], connection: Connection, errors: Connection) -> None:
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
