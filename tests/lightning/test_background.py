@@ -95,13 +95,13 @@ def test_an_exception_ends_the_helper_process_and_code_that_was_loaded_but_not_c
 
 @all_versions
 def test_a_run_that_ends_before_the_compile_is_continued_by_the_next(tmp_path):
-    callback, module = InductorCompile(background=True), seeded()
-    run(callback, lambda report: False, module, max_steps=16)
+    callback, module, data = InductorCompile(background=True), seeded(), loader(7)
+    run(callback, lambda report: False, module, data=data, max_steps=14)
     assert (callback.report.train.graphs, callback.report.train.verdict) == (0, "still compiling")
     module.trainer.save_checkpoint(tmp_path / "last.ckpt")
-    run(callback, compiled_steps(12), module, ckpt_path=tmp_path / "last.ckpt")
+    run(callback, compiled_steps(12), module, data=data, ckpt_path=tmp_path / "last.ckpt")
     assert callback.report.train.diagnostics.steps["compiled"] == 12
-    assert_trained_as_eager(module)
+    assert_trained_as_eager(module, data=data)
 
 
 def test_a_repeatable_run_warns():
@@ -112,7 +112,7 @@ def test_a_repeatable_run_warns():
 
 def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
     callback, module = InductorCompile("default", None, background=True, keep_compiled=True), seeded()
-    run(callback, lambda report: report.train.diagnostics.waiting_steps > 1, module)
+    run(callback, lambda report: report.train.diagnostics.waiting_steps, module)
     assert callback.report.train.graphs == 0
     for _ in range(2):
         module.net(torch.ones(4, 8)).sum().backward()  # as a batch of the run
@@ -277,16 +277,12 @@ def test_a_graph_that_another_process_cannot_compile_is_not_sent(function, reaso
 def test_if_the_helper_process_dies_the_steps_stay_eager_and_the_next_run_starts_it_again(tmp_path):
     callback, module, later = InductorCompile("default", None, background=True, cache_dir=tmp_path), seeded(), []
 
-    def kill(runner):
-        time.sleep(0.3)
-        os.kill(*pids(callback), signal.SIGKILL)
-
     def is_over(report):
         later.extend([pids(callback)] * report.train.fallbacks)
         return len(later) > 16  # two epochs
 
     with pytest.warns(CompileWarning, match="background failed: it ended with status -9.*CC308") as caught:
-        run(callback, is_over, module, when_waiting=kill)
+        run(callback, is_over, module, when_waiting=lambda runner: os.kill(*pids(callback), signal.SIGKILL))
     assert len([w for w in caught if "CC308" in str(w.message)]) == 1
     assert not any(later)
     train = callback.report.train
