@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from tables import Row, parser_for, print_table, save, say
 
-from compile_callbacks.graphs.accuracy import Results, compare_results, tolerance
+from compile_callbacks.graphs.accuracy import compare_results, tolerance
 
 PRECISIONS = {
     "float32": (torch.float32, torch.float32),
@@ -51,9 +51,7 @@ def verdict(way: str, precision: str, seed: int) -> str:
     truth = torch.randn(64, 8 + seed, dtype=torch.float64)
     noise = 1 + torch.finfo(computed_in).eps / 2 * (2 * torch.rand(2, *truth.shape, dtype=torch.float64) - 1)
     eager, compiled = (truth * noise).to(computed_in).to(dtype)
-    expected, actual, reference = (
-        Results({}, {"the gradient": gradient}) for gradient in (eager, WAYS[way](compiled), truth)
-    )
+    expected, actual, reference = ({"the gradient of x": gradient} for gradient in (eager, WAYS[way](compiled), truth))
     return compare_results(expected, actual, tolerance([], [dtype, computed_in]), lambda: reference).verdict
 
 

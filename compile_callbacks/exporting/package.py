@@ -31,7 +31,7 @@ from compile_callbacks.exporting.loaded_package import (
     Format,
     load_after_smoke_test,
 )
-from compile_callbacks.graphs.accuracy import Comparison, Results, compare_results, not_compared, tolerance
+from compile_callbacks.graphs.accuracy import Comparison, compare_results, not_compared, tolerance
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
 from compile_callbacks.passes.manager import find_pass_error, pass_options
@@ -153,12 +153,14 @@ def compare_with_eager(
 ) -> Comparison:
     """Compare the outputs of a package with the outputs of the original module."""
 
-    def run(function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Results:
+    def run(
+        function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    ) -> dict[str, torch.Tensor]:
         copied_args, copied_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
         outputs = tree_leaves(function(*copied_args, **copied_kwargs))
-        return Results({f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)})
+        return {f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)}
 
-    def run_in_double() -> Results:
+    def run_in_double() -> dict[str, torch.Tensor]:
         double_of = _torch.graphs.DOUBLE_OF
         with _torch.graphs.computing_in_double(True):
             return run(copy.deepcopy(eager).double(), lambda x: x.to(double_of.get(x.dtype, x.dtype), copy=True))

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.events import Result, WhyNot
+
+_Verdict = tuple[Literal["equal", "differs", "noisy"], float]  # with the error of the compiled or the noisy tensor
+
+GRADIENT = "the gradient of "
+"""The names of gradients start with this."""
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _EPSILONS = 4  # a few roundings in a row; results that were rounded more often need the float64 run
@@ -31,10 +36,7 @@ COMPARISON_BYTES = 8 * 8 * _CHUNK
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing compiled code with eager code.
-
-    The reason is the difference, or tells in detail what was not compared.
-    """
+    """The result of comparing compiled code with eager code. The reason is the difference, or what was not compared."""
 
     verdict: Result
     reason: str | None = None
@@ -51,84 +53,57 @@ def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
     return Comparison("not compared", f"{why_not}: {details}" if details else why_not, why_not=why_not)
 
 
-@dataclass
-class Results:
-    """The results of one run, by name. Eager's gradients are in CPU memory, because two sets take too much of a GPU."""
-
-    tensors: dict[str, torch.Tensor]  # outputs and mutated inputs
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter((self.tensors | self.gradients).items())
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.tensors[name] if name in self.tensors else self.gradients[name]
-
-
-class _Limit(NamedTuple):
-    """The relative error that a tensor may have. Below the magnitude ``floor``, it contains others' rounding errors.
-
-    The error of a gradient whose terms all cancel out may be ``zero``. Magnitudes are root mean squares.
-    """
-
-    tolerance: float
-    floor: float
-    zero: float = 0.0
-
-
 def compare_results(
-    expected: Results, actual: Results, allowed: float, run_in_double: Callable[[], Results]
+    expected: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    allowed: float,
+    run_in_double: Callable[[], Mapping[str, torch.Tensor]],
 ) -> Comparison:
-    """Compare the results of a compiled run with the results of an eager run.
+    """Compare the outputs, mutated inputs and gradients of a compiled run with the ones of an eager run, by name.
 
     A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
     eager result. torch's own accuracy checks use the same rule. The rule is necessary for sums that cancel out, such as
     the gradient of a bias before a batch norm, where both runs compute only rounding errors.
     """
-    if reason := _other_form(expected.tensors, actual.tensors):
+    if reason := _other_form(expected, actual):
         return Comparison("differs", reason, math.inf, is_wrong=True)
-    measures = {name: _measure(tensor, actual[name]) for name, tensor in expected}
-    limits = _limits(expected, measures, allowed)
-    count, largest = len(measures), max((measures[name].largest for name in expected.tensors), default=0.0)
-    errors = {name: measure.error / max(measure.rms, limits[name].floor, 1e-30) for name, measure in measures.items()}
-    suspects = [name for name, error in errors.items() if error > limits[name].tolerance]
-    problem, verdicts = "", dict[str, tuple[Literal["equal", "differs", "noisy"], float]]()
+    errors = {name: _errors(tensor, actual[name]) for name, tensor in expected.items()}
+    limits = _limits(expected, errors, allowed)
+    largest = max((error.largest for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
+    suspects = [name for name, error in errors.items() if error.relative(limits[name]) > limits[name].tolerance]
+    problem, verdicts = "", dict[str, _Verdict]()
     if suspects:
         try:
-            reference = run_in_double()
-            in_double = {
-                name: _in_double(expected[name], actual[name], reference[name], limits[name]) for name in suspects
-            }
-            for group in (expected.tensors, expected.gradients):
-                of_group = {name: errors for name, errors in in_double.items() if name in group}
-                usual = statistics.median([errors.eager for errors in of_group.values()] or [0.0])
-                verdicts |= {name: errors.verdict(limits[name], usual) for name, errors in of_group.items()}
+            verdicts = _judge(suspects, expected, actual, run_in_double(), errors, limits)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            problem = f"no float64 reference: {describe_failure(error)}"
+        except Exception as failure:
+            problem = f"no float64 reference: {describe_failure(failure)}"
             clear = {name: _CLEAR_FACTOR * max(limits[name].tolerance, allowed) for name in suspects}
-            verdicts = {name: ("differs", errors[name]) for name in suspects if errors[name] > clear[name]}
+            relative = {name: errors[name].relative(limits[name]) for name in suspects}
+            verdicts = {name: ("differs", relative[name]) for name in suspects if relative[name] > clear[name]}
             if not verdicts:
                 return Comparison("not compared", problem, why_not="no float64 reference")
     noisy = {name: error for name, (verdict, error) in verdicts.items() if verdict == "noisy"}
     found = {name: error for name, (verdict, error) in verdicts.items() if verdict == "differs"}
     if not found:
-        noisiest = max(noisy, key=noisy.__getitem__, default="")
-        reason = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
-        if len(noisy) == count:
-            return Comparison("not compared", reason, why_not="rounding")
-        return Comparison("equal", reason, largest, tensors=count, noisy=len(noisy))
+        return _without_difference(noisy, len(errors), largest)
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
-    name = max([name for name in found if name in expected.tensors] or found, key=found.__getitem__)
+    name = max([name for name in found if not name.startswith(GRADIENT)] or found, key=found.__getitem__)
+    reason = f"{name} has a relative error of {found[name]:.2g} (tolerance {limits[name].tolerance:.2g})"
     if _is_exact(expected[name]):
         reason = f"{name} differs in {found[name] ** 2:.2%} of its elements"
-    else:
-        reason = f"{name} has a relative error of {found[name]:.2g} (tolerance {limits[name].tolerance:.2g})"
-    rounds = found[name] <= _CLEAR_FACTOR * limits[name].tolerance
-    is_wrong = max(found.values()) > _WRONG
     reason = f"{reason}; {problem}" if problem else reason
-    return Comparison("differs", reason, largest, is_wrong, rounds, tensors=count, noisy=len(noisy))
+    is_wrong, rounds = max(found.values()) > _WRONG, found[name] <= _CLEAR_FACTOR * limits[name].tolerance
+    return Comparison("differs", reason, largest, is_wrong, rounds, tensors=len(errors), noisy=len(noisy))
+
+
+def _without_difference(noisy: Mapping[str, float], count: int, largest: float) -> Comparison:
+    noisiest = max(noisy, key=noisy.__getitem__, default="")
+    reason = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
+    if len(noisy) == count > 0:
+        return Comparison("not compared", reason, why_not="rounding")
+    return Comparison("equal", reason, largest, tensors=count, noisy=len(noisy))
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
@@ -148,118 +123,102 @@ def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = (
     allows_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
     if cuda and torch.float32 in known and allows_tf32:
         coarsest = max(coarsest, _TF32_EPS)
-    of_float32 = math.sqrt(torch.finfo(torch.float32).eps)
-    return min(math.sqrt(coarsest), max(_EPSILONS * coarsest, of_float32))
+    return min(math.sqrt(coarsest), max(_EPSILONS * coarsest, math.sqrt(torch.finfo(torch.float32).eps)))
 
 
-def gradients_of(
-    tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], leaves: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the gradients of leaves for random gradients of the outputs, which are the same in each run."""
-    outputs, cotangents = [], []
-    for seed, (name, tensor) in enumerate(tensors.items()):
-        if leaves and tensor.requires_grad:
-            outputs.append(tensor)
-            # Random, because ones have no gradient through a softmax. The float64 run gets the same rounded values.
-            generator = torch.Generator(tensor.device).manual_seed(seed)
-            random = torch.randn(tensor.shape, device=tensor.device, generator=generator)
-            cotangents.append(random.to(dtypes[name]).to(tensor.dtype))
-    if not outputs:
-        return {}
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-    return {
-        name: leaf.detach().new_zeros(()).expand_as(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-    }
+class _Limit(NamedTuple):
+    """The relative error that a tensor may have. Magnitudes below ``floor`` are rounding errors of other tensors."""
 
-
-class _Measure(NamedTuple):
-    """The largest absolute error, and the root mean squares of the errors and of the eager tensor."""
-
-    largest: float
-    error: float
-    rms: float
-
-
-def _limits(expected: Results, measures: Mapping[str, _Measure], allowed: float) -> dict[str, _Limit]:
-    roots = {name: math.sqrt(max(1, tensor.numel())) for name, tensor in expected}
-    floor = allowed * min(1.0, max((measures[name].rms for name in expected.tensors), default=0.0))
-    norm = max((measures[name].rms * roots[name] for name in expected.gradients), default=0.0)
-    limits = {name: _Limit(0.0 if _is_exact(t) else allowed, floor) for name, t in expected.tensors.items()}
-    of_gradients = max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
-    return limits | {
-        name: _Limit(of_gradients, allowed * norm / roots[name], _ZERO_ERROR * norm / roots[name])
-        for name in expected.gradients
-    }
-
-
-def _measure(expected: torch.Tensor, actual: torch.Tensor) -> _Measure:
-    """Measure the errors of a tensor. NaN equals NaN, and infinity equals infinity. An integer is right or wrong."""
-    sums = torch.zeros(3, dtype=torch.float64, device=actual.device)
-    for e, a in _chunks(expected, actual):
-        error = torch.where((e == a) | (e.isnan() & a.isnan()), 0.0, (a - e).abs()).nan_to_num(math.inf, math.inf)
-        counted = error.bool().double() if _is_exact(expected) else error
-        sums[0] = torch.maximum(sums[0], error.max())
-        sums[1:] += torch.stack([counted.square().sum(), torch.where(e.isfinite(), e, 0.0).square().sum()])
-    largest, *squares = sums.tolist()
-    rms_error, rms = (math.sqrt(square / max(1, expected.numel())) for square in squares)
-    return _Measure(largest, rms_error, 1.0 if _is_exact(expected) else rms)
+    tolerance: float
+    floor: float
+    zero: float = 0.0  # the error of a gradient whose terms all cancel out
 
 
 class _Errors(NamedTuple):
-    """The errors of a compiled and an eager tensor against float64: root mean squares, and shares of far elements."""
+    """The largest error, the root mean squares of errors and reference, and the share of elements that are far off."""
 
-    elements: int
-    compiled: float
-    eager: float
+    largest: float
+    rms: float
+    magnitude: float
     far: float
-    eager_far: float
-    zero: bool  # whether the tensor consists of rounding errors only
 
-    def verdict(self, limit: _Limit, usual: float) -> tuple[Literal["equal", "differs", "noisy"], float]:
-        """Judge the compiled tensor. Return its error, or the error of a noisy eager tensor.
-
-        ``usual`` is the median error of eager's tensors, because rounding may hit one of them less by chance.
-        """
-        if self.compiled <= limit.tolerance or self.zero:
-            return "equal", self.compiled
-        # The error of few elements says little about the usual error: one element may be right by chance.
-        by_rounding = _EAGER_FACTOR * (1 + 10 / self.elements) * max(self.eager, min(usual, _NOISE))
-        if self.compiled > by_rounding:
-            return "differs", self.compiled
-        if self.eager > _NOISE:
-            return "noisy", self.eager
-        few = _FEW + _EAGER_FACTOR * self.eager_far + 10 / self.elements
-        return ("differs" if self.far > few else "equal"), self.compiled
+    def relative(self, limit: _Limit) -> float:
+        return self.rms / max(self.magnitude, limit.floor, 1e-30)
 
 
-def _in_double(expected: torch.Tensor, actual: torch.Tensor, reference: torch.Tensor, limit: _Limit) -> _Errors:
-    """Compare two tensors with the float64 result."""
-    exact, count = _is_exact(expected), max(1, expected.numel())
-    magnitude = 1.0 if exact else _measure(reference, reference).rms
-    scale = max(magnitude, limit.floor, 1e-30)
-    sums = torch.zeros(4, dtype=torch.float64, device=actual.device)
-    for e, a, r in _chunks(expected, actual, reference):
-        known = e.isfinite() & r.isfinite()
-        for i, result in enumerate((a, e)):
-            error = torch.where(known, (result - r).abs(), 0.0).nan_to_num(math.inf, math.inf)
-            error = error.bool().double() if exact else error / scale
-            sums[i] += error.square().sum()
-            sums[2 + i] += 0.0 if exact else (error > _FAR * (r.abs() / scale + 1)).sum()
-    square, eager_square, far, eager_far = (sums / count).tolist()
-    is_zero = magnitude <= _ZERO * limit.zero and math.sqrt(square) * scale <= limit.zero
-    return _Errors(count, math.sqrt(square), math.sqrt(eager_square), far, eager_far, is_zero)
+def _limits(expected: Mapping[str, torch.Tensor], errors: Mapping[str, _Errors], allowed: float) -> dict[str, _Limit]:
+    roots = {name: math.sqrt(max(1, tensor.numel())) for name, tensor in expected.items()}
+    norm = max((errors[name].magnitude * roots[name] for name in expected if name.startswith(GRADIENT)), default=0.0)
+    magnitude = max((error.magnitude for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
+    of_gradients = max(allowed, min(math.sqrt(allowed), _MAX_GRADIENT_TOLERANCE))
+    return {
+        name: _Limit(of_gradients, allowed * norm / root, _ZERO_ERROR * norm / root)
+        if name.startswith(GRADIENT)
+        else _Limit(0.0 if _is_exact(expected[name]) else allowed, allowed * min(1.0, magnitude))
+        for name, root in roots.items()
+    }
+
+
+def _errors(
+    reference: torch.Tensor, result: torch.Tensor, *, eager: torch.Tensor | None = None, scale: float = math.inf
+) -> _Errors:
+    """Measure the errors of a result. NaN equals NaN, infinity equals infinity, and an integer is right or wrong.
+
+    Where the ``eager`` result or the reference is not finite, any result is right. ``scale`` is the magnitude for which
+    elements can be far off.
+    """
+    sums = torch.zeros(4, dtype=torch.float64, device=result.device)
+    tensors = [_flat(tensor).split(_CHUNK) for tensor in (reference, result, reference if eager is None else eager)]
+    for chunks in zip(*tensors, strict=True) if result.numel() else ():
+        r, x, e = (chunk.to(result.device).double() for chunk in chunks)
+        right = (r == x) | (r.isnan() & x.isnan())
+        right |= ~(e.isfinite() & r.isfinite()) if eager is not None else False
+        error = torch.where(right, 0.0, (x - r).abs()).nan_to_num(math.inf, math.inf)
+        sums[0] = torch.maximum(sums[0], error.max())
+        error = error.bool().double() if _is_exact(reference) else error
+        far = error > _FAR * (r.abs() + scale)
+        sums[1:] += torch.stack([error.square().sum(), torch.where(r.isfinite(), r, 0.0).square().sum(), far.sum()])
+    largest, *totals = sums.tolist()
+    square, square_of_reference, far_off = (total / max(1, result.numel()) for total in totals)
+    magnitude = 1.0 if _is_exact(reference) else math.sqrt(square_of_reference)
+    return _Errors(largest, math.sqrt(square), magnitude, far_off)
+
+
+def _judge(
+    suspects: Iterable[str],
+    expected: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    errors: Mapping[str, _Errors],
+    limits: Mapping[str, _Limit],
+) -> dict[str, _Verdict]:
+    """Judge compiled tensors by a float64 run, with their relative error, or with that of a noisy eager tensor."""
+    both = {}
+    for name in suspects:
+        e, a, r, scale = expected[name], actual[name], reference[name], max(errors[name].magnitude, limits[name].floor)
+        both[name] = [_errors(r.to(a.device), x.to(a.device), eager=e, scale=scale) for x in (a, e)]
+    verdicts: dict[str, _Verdict] = {}
+    for name, (compiled, eager) in both.items():
+        limit, elements = limits[name], max(1, expected[name].numel())
+        error, eager_error = compiled.relative(limit), eager.relative(limit)
+        # Rounding may hit one eager tensor less than the others by chance. So compare also with the usual error.
+        alike = [other for other in both if other.startswith(GRADIENT) == name.startswith(GRADIENT)]
+        usual = min(_NOISE, statistics.median(both[other][1].relative(limits[other]) for other in alike))
+        is_zero = compiled.magnitude <= _ZERO * limit.zero and compiled.rms <= limit.zero
+        if error <= limit.tolerance or is_zero:
+            verdicts[name] = "equal", error
+        elif error > _EAGER_FACTOR * (1 + 10 / elements) * max(eager_error, usual):  # a few elements tell little
+            verdicts[name] = "differs", error
+        elif eager_error > _NOISE:
+            verdicts[name] = "noisy", eager_error
+        else:
+            few = _FEW + _EAGER_FACTOR * eager.far + 10 / elements
+            verdicts[name] = "differs" if compiled.far > few else "equal", error
+    return verdicts
 
 
 def _is_exact(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield corresponding parts of tensors, in float64 on the device of the second one."""
-    device = tensors[1].device
-    parts = zip(*(_flat(tensor).split(_CHUNK) for tensor in tensors), strict=True)
-    return (tuple(chunk.to(device).double() for chunk in of_all) for of_all in parts if of_all[0].numel())
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -275,28 +234,21 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _other_form(expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> str | None:
     """Return how the shape, dtype or offsets of a compiled tensor differ."""
     for name, tensor in expected.items():
-        compiled = actual.get(name)
-        if compiled is None or _shape(compiled) != _shape(tensor) or compiled.dtype != tensor.dtype:
-            return f"{name} is {_described(compiled)}, and {_described(tensor)} in eager execution"
-        if tensor.layout is torch.jagged and not torch.equal(_offsets(compiled), _offsets(tensor)):
-            return f"{name} has other offsets than in eager execution"
+        forms = []
+        for each in (actual.get(name), tensor):
+            # The size of a jagged dimension is a symbol, and another one in each run.
+            shape = () if each is None else tuple(size if isinstance(size, int) else None for size in each.shape)
+            forms.append("no tensor" if each is None else f"of shape {shape} and {each.dtype}")
+        if forms[0] != forms[1]:
+            return f"{name} is {forms[0]}, and {forms[1]} in eager execution"
+        if tensor.layout is torch.jagged:
+            offsets = [_without_holes(each).offsets() for each in (actual[name], tensor)]  # type: ignore[attr-defined]
+            if not torch.equal(*offsets):
+                return f"{name} has other offsets than in eager execution"
     return None
-
-
-def _offsets(jagged: torch.Tensor) -> torch.Tensor:
-    return _without_holes(jagged).offsets()  # type: ignore[attr-defined,no-any-return]
 
 
 def _without_holes(jagged: torch.Tensor) -> torch.Tensor:
     """Return a jagged tensor whose values are all used. ``torch.nested.narrow`` returns a view with unused values."""
     jagged = jagged.detach()
     return jagged if jagged.lengths() is None else jagged.contiguous()  # type: ignore[attr-defined]
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int | None, ...]:
-    """Return the shape, with ``None`` for a jagged dimension, whose symbolic size is another one in each run."""
-    return tuple(size if isinstance(size, int) else None for size in tensor.shape)
-
-
-def _described(tensor: torch.Tensor | None) -> str:
-    return "no tensor" if tensor is None else f"of shape {_shape(tensor)} and {tensor.dtype}"

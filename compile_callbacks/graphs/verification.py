@@ -21,10 +21,9 @@ from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs.accuracy import (
     COMPARISON_BYTES,
+    GRADIENT,
     Comparison,
-    Results,
     compare_results,
-    gradients_of,
     not_compared,
     tolerance,
 )
@@ -124,7 +123,8 @@ class Verification:
                 check_memory(needed, free_memory(device))
                 runs = _Runs(inputs, self._names(inputs), sorted(facts.written), with_gradients)
                 expected = runs.run(self._eager_function())
-                expected.gradients = {name: gradient.cpu() for name, gradient in expected.gradients.items()}
+                # Two sets of gradients may not fit into the memory of a GPU.
+                expected |= {name: value.cpu() for name, value in expected.items() if name.startswith(GRADIENT)}
             except Exception as error:
                 return _not_compared(error)
             drew = random_state.drawn()
@@ -140,7 +140,7 @@ class Verification:
             except Exception as error:
                 raise _CompiledGraphFailedError(error) from error
 
-            def run_in_double() -> Results:
+            def run_in_double() -> dict[str, torch.Tensor]:
                 if drew:
                     raise ValueError("it would draw other random numbers")
                 check_memory(2 * needed, free_memory(device))
@@ -183,8 +183,8 @@ class _Runs:
     with_gradients: bool
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the outputs of the first run
 
-    def run(self, function: Callable[..., Any], *, double: bool = False) -> Results:
-        """Run a function on aliases of the inputs."""
+    def run(self, function: Callable[..., Any], *, double: bool = False) -> dict[str, torch.Tensor]:
+        """Run a function on aliases of the inputs. Return outputs, changed inputs and gradients by name."""
         arguments, leaves = self._arguments(double)
         # In the grad mode of the call: without gradients, no argument requires grad, but the graph may need the mode.
         with _torch.modes.restored_after_error(), _torch.graphs.computing_in_double(double):
@@ -193,9 +193,28 @@ class _Runs:
             changed = {self.names[position]: arguments[position] for position in self.written}
             # Copied before the backward pass, because an activation checkpoint writes to them again.
             copies = {name: tensor.detach().clone() for name, tensor in changed.items()}
-            self.dtypes = self.dtypes or {name: tensor.dtype for name, tensor in (tensors | changed).items()}
-            gradients = gradients_of(tensors | changed, self.dtypes, leaves)
-        return Results({name: tensor.detach() for name, tensor in tensors.items()} | copies, gradients)
+            gradients = self._gradients(tensors | changed, leaves)
+        return {name: tensor.detach() for name, tensor in tensors.items()} | copies | gradients
+
+    def _gradients(
+        self, tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of leaves for random gradients of the outputs, which are the same in each run."""
+        outputs, cotangents = [], []
+        for seed, (name, tensor) in enumerate(tensors.items()):
+            if leaves and tensor.requires_grad:
+                outputs.append(tensor)
+                # Random, because ones have no gradient through a softmax. The float64 run gets the same rounded values.
+                generator = torch.Generator(tensor.device).manual_seed(seed)
+                random = torch.randn(tensor.shape, device=tensor.device, generator=generator)
+                cotangents.append(random.to(self.dtypes.setdefault(name, tensor.dtype)).to(tensor.dtype))
+        if not outputs:
+            return {}
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
+        return {
+            name: leaf.detach().new_zeros(()).expand_as(leaf) if gradient is None else gradient
+            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+        }
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return aliases of the inputs, with clones of written inputs, and the leaves of autograd's graph by name."""
@@ -223,7 +242,7 @@ class _Runs:
                 if value is not base:
                     argument = argument.as_strided(value.size(), value.stride(), value.storage_offset())
             if self.with_gradients and value.requires_grad:
-                leaves[f"the gradient of {self.names[position]}"] = argument.requires_grad_()
+                leaves[GRADIENT + self.names[position]] = argument.requires_grad_()
                 argument = _NoLeaf.apply(argument) if position in self.written else argument
             arguments[position] = argument
         return arguments, leaves

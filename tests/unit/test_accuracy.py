@@ -16,7 +16,7 @@ def test_a_gradient_whose_terms_cancel_out_consists_of_rounding_errors(true, err
     weight, noise = torch.ones(16), 2**-14 * torch.ones(16)
 
     def results(bias, dtype=torch.float32):
-        return accuracy.Results({}, {"weight": weight.to(dtype), "bias": (bias * noise).to(dtype)})
+        return {"the gradient of weight": weight.to(dtype), "the gradient of bias": (bias * noise).to(dtype)}
 
     allowed = accuracy.tolerance([weight])
     found = accuracy.compare_results(results(true), results(error), allowed, lambda: results(true, torch.float64))
@@ -26,7 +26,7 @@ def test_a_gradient_whose_terms_cancel_out_consists_of_rounding_errors(true, err
 @pytest.mark.parametrize(("right", "verdict"), [("compiled", "equal"), ("eager", "differs")])
 def test_integers_are_exact_or_float64_decides(right, verdict):
     values = {"eager": torch.arange(1000), "compiled": torch.arange(1000).index_fill(0, torch.tensor([5]), 7)}
-    eager, compiled, truth = (accuracy.Results({"output 0": values[name]}) for name in ("eager", "compiled", right))
+    eager, compiled, truth = ({"output 0": values[name]} for name in ("eager", "compiled", right))
     assert accuracy.compare_results(eager, compiled, 3.5e-4, lambda: truth).verdict == verdict
 
 
@@ -42,9 +42,9 @@ def test_integers_are_exact_or_float64_decides(right, verdict):
 def test_a_tensor_that_rounding_alone_decides_is_counted_as_not_compared(eager_error, compiled, verdict, noisy):
     torch.manual_seed(0)
     truth = torch.randn(4096).double()
-    expected = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": truth + eager_error * torch.randn(4096)})
-    actual = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": compiled(truth)})
-    truths = accuracy.Results({"output 0": torch.ones(8)}, {"the gradient": truth})
+    expected = {"output 0": torch.ones(8), "the gradient of x": truth + eager_error * torch.randn(4096)}
+    actual = {"output 0": torch.ones(8), "the gradient of x": compiled(truth)}
+    truths = {"output 0": torch.ones(8), "the gradient of x": truth}
     found = accuracy.compare_results(expected, actual, 0.03, lambda: truths)
     assert (found.verdict, found.noisy, found.tensors) == (verdict, noisy, 2)
-    assert (found.reason or "").startswith("rounding alone moves the gradient by 13") == bool(noisy)
+    assert (found.reason or "").startswith("rounding alone moves the gradient of x by 13") == bool(noisy)
