@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -156,7 +157,7 @@ def compile_graph(
     with_switch = functools.partial(_cudagraphify_with_switch, cudagraphify)
     # The tag prevents that the cache returns code that was compiled without these changes.
     options = tagged(options, f"{autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
-    with functorch_config.patch(settings), patch(f"{compile_fx.__module__}.cudagraphify", with_switch):
+    with functorch_config.patch(settings), patch("torch._inductor.compile_fx.cudagraphify", with_switch):
         compiler = compile_by or compile_fx
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
@@ -245,6 +246,12 @@ def forget_generated(modules: Sequence[types.ModuleType]) -> None:
     for module in modules:
         if sys.modules.get(module.__name__) is module:
             del sys.modules[module.__name__]
+
+
+def is_from_compiled_code(error: BaseException) -> bool:
+    """Return whether the code of Inductor raised an error: its file is in the traceback."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "torch._inductor.output_code" for frame, _ in frames)
 
 
 # One switch for the process, because autograd may run the backward pass in another thread.

@@ -164,6 +164,8 @@ class InductorCompile(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # After a GPU error, even reading step times raises. That exception must not hide the run's exception.
         try:
+            if (session := self._calls.active) is not None:
+                session.add_note(exception)
             self._end_call(trainer, exception)
         except Exception as error:
             exception.add_note(f"InductorCompile wrote no report: {in_one_line(describe_failure(error))}")

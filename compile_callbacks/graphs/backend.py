@@ -81,6 +81,7 @@ class GraphBackend:
 
         def new_graph() -> CompiledGraph:
             graph = CompiledGraph(EagerGraph(eager, self._fallback), read_statistics, self._recorder.executions)
+            graph.spare = None if has_collective else graph.eager
             self._in_memory.append(graph)
             return graph
 

@@ -49,7 +49,8 @@ class CompiledGraph:
     what this object calls.
 
     The first call compares the graph with eager, and decides which code later calls run. A later call adds only this
-    frame. Until there is compiled code, calls run ``eager``.
+    frame. Until there is compiled code, calls run ``eager``. If a later call fails, such as at a size that torch has
+    guessed, and the graph writes no input, the captured graph runs eagerly from then on.
 
     Like eager batch norm, a call does not raise the versions of running statistics. Eager batch norm saves them for the
     backward pass. If a compiled call raised their versions, the backward pass of an earlier eager call in the same step
@@ -62,30 +63,55 @@ class CompiledGraph:
     compiled: Callable[..., Any] | None = None
     verification: Verification | None = None  # compares the graph with eager in the first call
     run: Callable[..., Any] | None = None  # the compiled code after the first call, if the comparison accepts it
+    spare: EagerGraph | None = None  # the captured graph, which runs if a call fails; no graph with a collective
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
         if (run := self.run) is None:
             return self._first_call(inputs)
         self.executions.graphs += 1
-        if self.statistics is None:
-            return run(*inputs)
-        with _torch.autograd.preserve_versions(self.statistics(inputs)):
-            return run(*inputs)
+        try:
+            if self.statistics is None:
+                return run(*inputs)
+            with _torch.autograd.preserve_versions(self.statistics(inputs)):
+                return run(*inputs)
+        except Exception as error:
+            if self.spare is None or not _can_run_again(self.spare.graph, error, inputs):
+                raise
+            outputs = self.spare(*inputs)  # if this raises, the error is the user's
+            self.executions.graphs -= 1
+            self.spare.fallback.compiled_code_failed(error, part="a part of ")
+            self.eager, self.compiled, self.run = self.spare, None, None
+            return outputs
 
     def free(self) -> None:
         """Free the compiled code, its frozen weights, and the captured graph. No later call is possible."""
-        self.eager = self.statistics = self.compiled = self.verification = self.run = None
+        self.eager = self.statistics = self.compiled = self.verification = self.run = self.spare = None
 
     def _first_call(self, inputs: Sequence[Any]) -> Any:
         if self.verification is not None:
-            if not self.verification.accepts(inputs):  # may raise; the next call then compares again
+            accepted = self.verification.accepts(inputs)  # may raise; the next call then compares again
+            if accepted is None and self.compiled is not None:
+                self.executions.graphs += 1
+                return self.compiled(*inputs)
+            if not accepted:
                 self.eager = EagerGraph(self.verification.eager, self.verification.fallback)
             self.verification = None  # frees the captured graph of an accepted graph
         if self.eager is not None:
             return self.eager(*inputs)
         self.run = self.compiled
         return self(*inputs)
+
+
+def _can_run_again(graph: torch.fx.GraphModule, error: Exception, inputs: Sequence[Any]) -> bool:
+    """Return whether a graph may run again after an error: it writes no input, and is in no activation checkpoint."""
+    if isinstance(error, torch.OutOfMemoryError) or _torch.autograd.saves_through_hooks():
+        return False
+    aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+    try:
+        return not _torch.graphs.examine_graph(graph, aliases).written
+    except Exception:
+        return False
 
 
 class CudaGraph:

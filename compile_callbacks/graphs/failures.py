@@ -82,6 +82,12 @@ class EagerFallback:
         )
         self.warn("CC301", message)
 
+    def compiled_code_failed(self, error: Exception, part: str = "") -> None:
+        """Record that the target, or a part of it, runs eagerly, because its compiled code raised an error."""
+        if self.settings.on_error == "raise":
+            raise self.as_compile_error(error) from error
+        self.compiler_failed(error, what="its compiled code raised an error that eager does not", part=part)
+
     def run_target_eagerly(self, code: str, reason: str) -> CompileError:
         """Run the target eagerly from the next call on. Return an error that ends a running trace."""
         self.eventful_call().runs_target_eagerly = True

@@ -60,19 +60,21 @@ class Verification:
     modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
     fallback: EagerFallback
     communicates: bool  # with other processes
+    _lacked_memory: bool = False  # whether a comparison ran out of memory; a second one is the last
 
-    def accepts(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the compiled graph can be used."""
+    def accepts(self, inputs: Sequence[Any]) -> bool | None:
+        """Return whether the compiled graph can be used, or ``None`` if it is compared again at the next call."""
         if self.communicates:
             return self._react_to(not_compared("collective"))
         try:
-            return self._react_to(self._run_and_compare(inputs))
+            comparison = self._run_and_compare(inputs)
+            if comparison.why_not == "no memory" and not self._lacked_memory:
+                self._lacked_memory = True
+                return None
+            return self._react_to(comparison)
         except _CompiledGraphFailedError as failure:
-            error = failure.args[0]
-            if self.fallback.settings.on_error == "raise":
-                raise self.fallback.as_compile_error(error) from error
             self.fallback.eventful_call().runs_target_eagerly = True
-            self.fallback.compiler_failed(error, what="its compiled code raised an error that eager does not")
+            self.fallback.compiled_code_failed(failure.args[0])
             return False
 
     def _react_to(self, comparison: Comparison) -> bool:
@@ -120,7 +122,7 @@ class Verification:
                 with_gradients = trains and not facts.has_subclasses and not frozen
                 device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
                 needed = needed_bytes(facts, inputs, with_gradients=with_gradients)
-                check_memory(needed, free_memory(device))
+                self._check_memory(needed, device)
                 runs = _Runs(inputs, self._names(inputs), sorted(facts.written), with_gradients)
                 expected = runs.run(self._eager_function())
                 # Two sets of gradients may not fit into the memory of a GPU.
@@ -143,7 +145,7 @@ class Verification:
             def run_in_double() -> dict[str, torch.Tensor]:
                 if drew:
                     raise ValueError("it would draw other random numbers")
-                check_memory(2 * needed, free_memory(device))
+                self._check_memory(2 * needed, device)
                 return runs.run(self._eager_function(double=True), double=True)
 
             try:
@@ -152,6 +154,14 @@ class Verification:
                 return _not_compared(error)
         outputs_only = comparison.verdict == "equal" and trains and not with_gradients
         return replace(comparison, verdict="outputs only") if outputs_only else comparison
+
+    def _check_memory(self, needed: int, device: torch.device) -> None:
+        """Raise an error if a run may need more than the free memory, because the user's process would run out."""
+        free = free_memory(device)
+        if free is not None and needed > free:
+            self._lacked_memory = True
+            mib, free_mib = needed / 2**20, free / 2**20
+            raise torch.OutOfMemoryError(f"the comparison may need {mib:,.0f} MiB, and {free_mib:,.0f} MiB are free")
 
     def _names(self, inputs: Sequence[Any]) -> list[str]:
         """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
@@ -296,13 +306,6 @@ def needed_bytes(facts: _torch.graphs.GraphFacts, inputs: Sequence[Any], *, with
     # the backward pass may need two more values, the gradient of its input and a temporary one.
     others = 3 * facts.output_bytes + 2 * max(facts.value_bytes, default=0)
     return needed + gradients + sum(facts.value_bytes) + others
-
-
-def check_memory(needed: int, free: int | None) -> None:
-    """Raise an error if a comparison may need more than the free bytes, because the user's process would run out."""
-    if free is not None and needed > free:
-        mib, free_mib = needed / 2**20, free / 2**20
-        raise torch.OutOfMemoryError(f"the comparison may need {mib:,.0f} MiB, and {free_mib:,.0f} MiB are free")
 
 
 def _not_compared(error: Exception) -> Comparison:

@@ -15,7 +15,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
-from compile_callbacks._utils.errors import WarnOnce
+from compile_callbacks._utils.errors import WarnOnce, with_code
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
@@ -110,6 +110,15 @@ class Session:
         self._validation = contextlib.ExitStack()  # restores the argument validation of torch.distributions
 
     # ------------------------------------------------------------------------------------------ a Trainer run
+
+    def add_note(self, error: BaseException) -> None:
+        """Name target, setting and remedy in an error of compiled code, such as in a later backward pass."""
+        if _torch.inductor.is_from_compiled_code(error):
+            mode = self._arguments.mode_arguments[self.stage.phase]
+            names = ", ".join(target.name for target in self._switch.targets)
+            where = f"raised by compiled code of {names} in the {self.stage.phase} phase"
+            remedy = f"set {mode}='eager', or remove the dynamo settings with which torch guesses sizes"
+            error.add_note(with_code("CC301", f"{where}; if eager code does not raise it, {remedy}"))
 
     def begin(
         self,

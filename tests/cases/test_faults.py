@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch._inductor.graph
@@ -332,17 +333,25 @@ def test_raise_names_the_target_if_the_compile_alone_lacks_memory(compile_net):
 
 
 @pytest.mark.all_versions
-@pytest.mark.parametrize("call", [1, 2], ids=["the eager run of the comparison", "the user's call"])
-def test_a_graph_is_not_compared_if_a_run_lacks_memory(compile_net, call):
+@pytest.mark.parametrize(
+    ("short", "verified", "runs"),
+    [
+        ((1,), "equal 1", 5),  # the eager run of the comparison: the next call compares again
+        ((2,), "equal 1", 6),
+        ((1, 3), "not compared 1 (no memory)", 4),
+        ((3,), "equal 1", 4),  # the user's call
+    ],
+)
+def test_a_graph_is_not_compared_if_two_runs_lack_memory(compile_net, short, verified, runs):
     net, x = compile_net(), torch.ones(4, FEATURES)
-    SHORT[:] = [f"run {call}"]
+    SHORT[:] = [f"run {number}" for number in short]
     with torch.no_grad():
-        with pytest.raises(torch.OutOfMemoryError, match="1 TiB") if call == 2 else contextlib.nullcontext():
+        with pytest.raises(torch.OutOfMemoryError, match="1 TiB") if short == (3,) else contextlib.nullcontext():
             net(x)
         net(x)
-    assert RUNS.count("run") == 3
+    assert RUNS.count("run") == runs
     report = report_of(net).infer
-    assert (report.verified, report.graphs, report.fallbacks) == ("not compared 1 (no memory)", 1, 0)
+    assert (report.verified, report.graphs, report.fallbacks) == (verified, 1, 0)
 
 
 MIB = 2**20
@@ -401,6 +410,7 @@ def fails_at_second_call(x):
 
 
 fails_compiled = operator("fails_compiled", fails_at_second_call, lambda gradient: gradient * 2)
+fails_in_backward = operator("fails_in_backward", lambda x: x, fails_compiled)
 
 
 class FailsCompiled(Wrapper):
@@ -430,3 +440,38 @@ def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code
     assert (module.calls, module.python_calls) == (2, 2)
     assert report_of(module).phase(phase).fallbacks == 1
     restore(module)
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("phase", ["train", "infer"])
+def test_a_graph_that_fails_in_a_later_call_runs_eagerly(phase):
+    """The graph writes nothing, so that it can run again."""
+    module = compile_phases(Calls(nn.Linear(FEATURES, 3), lambda net, x: fails_compiled(net(x))))
+    x = torch.randn(8, FEATURES)
+    with torch.set_grad_enabled(phase == "train"):
+        RUNS[:] = ["fails"] * 2  # no failure
+        expected = module(x)
+        RUNS[:] = ["fails"]
+        with pytest.warns(CompileWarning, match=f"a part of target 'forward' runs eagerly in the {phase} phase"):
+            torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(module(x), expected)
+    assert RUNS.count("fails") == 4
+    assert report_of(module).phase(phase).fallbacks == 1
+    restore(module)
+
+
+@pytest.mark.all_versions
+@pytest.mark.parametrize("operator", [fails_compiled, fails_in_backward])
+def test_an_error_of_a_later_call_names_target_setting_and_remedy(operator):
+    """A graph that writes statistics cannot run again, nor can a backward pass."""
+    RUNS[:] = ["fails"] * 2  # no failure
+    with pytest.raises(ValueError, match="no such kernel") as caught:
+        fit(InductorCompile(baseline_steps=0, infer_mode=None), FailsAgain(), make=lambda: guilty(operator))
+    [note] = caught.value.__notes__
+    assert re.match(r"raised by compiled code of net in the train phase; .* set train_mode='eager', or remove", note)
+
+
+class FailsAgain(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3:
+            RUNS[:] = ["fails"]

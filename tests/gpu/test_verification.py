@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
-from compile_callbacks.graphs import accuracy, verification
+from compile_callbacks.graphs import accuracy
+from compile_callbacks.graphs.verification import Verification
 from tests.support.models import FEATURES, Cosines, mlp
 from tests.support.wrong_passes import WrongBackward, WrongForward
 
@@ -121,7 +122,7 @@ def encoder():
 def test_the_estimate_is_at_least_what_a_comparison_takes_and_not_twice_as_much(make, shape, phase):
     net, x, needed = compile_phases(make().cuda(), verify="raise"), torch.randn(shape, device="cuda"), []
     with (
-        mock.patch.object(verification, "check_memory", lambda size, free: needed.append(size)),
+        mock.patch.object(Verification, "_check_memory", lambda self, size, device: needed.append(size)),
         torch.set_grad_enabled(phase == "train"),
     ):
         torch.cuda.reset_peak_memory_stats()
