@@ -137,6 +137,28 @@ def _namespace(node: torch.fx.Node) -> str:
     return str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
 
 
+def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
+    """Return the first operator of Dynamo's graph whose result depends on whether an unknown size is 1, or ``""``.
+
+    The size depends on values, and torch guesses that it is not 1. A call with the size 1 then gets other results, or
+    fails. Such operators are ``squeeze`` without a dimension, ``expand``, and a broadcast, for which the graph asserts
+    that two sizes are equal.
+    """
+    for subgraph in graph_module.modules():
+        for node in subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ():
+            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")
+            shapes = [getattr(each.meta.get("example_value"), "shape", ()) for each in node.all_input_nodes]
+            if name == "eq" and any(user.target is torch.ops.aten._assert_scalar.default for user in node.users):
+                return "broadcast"
+            guesses = (
+                len(node.args) + len(node.kwargs) == 1 if name == "squeeze" else name.startswith(("expand", "broad"))
+            )
+            unknown = (isinstance(n, torch.SymInt) and not n.node.has_hint() for shape in shapes for n in shape)
+            if guesses and any(unknown):
+                return name
+    return ""
+
+
 class GraphFacts(NamedTuple):
     """What `examine_graph` finds."""
 

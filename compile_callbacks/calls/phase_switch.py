@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,13 +164,14 @@ class PhaseSwitch:
         key = target, phase, variant.name, frozen
         if key not in self._compiled_targets:
             assert variant.config is not None
+            settings = self._settings if phase in self._decided or not variant.name else self._settings.for_trial()
             self._compiled_targets[key] = CompiledTarget(
                 target,
                 CompileKey(target.name, phase, frozen, variant.name),
                 variant.config,
                 recorder=self._recorder,
                 warn=self._warn,
-                settings=self._settings if phase in self._decided or not variant.name else self._settings.for_trial(),
+                settings=replace(settings, may_guess=not variant.healed),
                 unfrozen=unfrozen,
                 observed=self._observed.of(target.name, phase),
             )

@@ -257,10 +257,12 @@ class Variant(NamedTuple):
     Attributes:
         config: The config, or ``None`` if this library does not compile the step.
         name: The name of a candidate of a `Tune`, ``"eager"``, or ``None`` for the only config of a phase.
+        healed: Whether ``"auto"`` has added settings of Dynamo to the config.
     """
 
     config: InductorConfig | None = None
     name: str | None = None
+    healed: bool = False
 
 
 EAGER_VARIANT = Variant(None, EAGER)

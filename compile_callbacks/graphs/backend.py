@@ -65,10 +65,7 @@ class GraphBackend:
             reason = "the run was asked to stop before the compile began"
             self._recorder.record("fallback", self._key, reason=reason)
             return EagerGraph(_torch.graphs.eager_graph(graph_module), self._fallback)
-        if _torch.autograd.is_captured_wrongly(graph_module):
-            raise self._fallback.run_target_eagerly("CC307", _WRONG_FUNCTION)
-        if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
-            raise self._fallback.run_target_eagerly("CC303", _OWN_GRADIENT)
+        self._check_capture(graph_module)
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
         options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
@@ -105,6 +102,15 @@ class GraphBackend:
         self.graphs += 1
         self._weights.update(id(value) for value in example_inputs if isinstance(value, torch.nn.Parameter))
         return graph
+
+    def _check_capture(self, graph_module: torch.fx.GraphModule) -> None:
+        """Let the target run eagerly if torch may compute wrong results or gradients for a captured graph."""
+        if _torch.autograd.is_captured_wrongly(graph_module):
+            raise self._fallback.run_target_eagerly("CC307", _WRONG_FUNCTION)
+        if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
+            raise self._fallback.run_target_eagerly("CC303", _OWN_GRADIENT)
+        if not self._fallback.settings.may_guess and (where := _torch.graphs.guesses_size_at(graph_module)):
+            raise self._fallback.run_target_eagerly("CC301", f"torch would guess at {where!r} that a size is not 1")
 
     def _requested_graph(
         self,

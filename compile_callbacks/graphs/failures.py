@@ -41,6 +41,7 @@ class TargetSettings:
     on_error: OnError = "eager"
     verify: Verify = "off"
     on_trial: bool = False
+    may_guess: bool = True  # whether a graph may depend on a guessed size, because the user has asked for the settings
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code

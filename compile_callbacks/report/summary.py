@@ -182,7 +182,8 @@ def _healing(phase: Phase, report: PhaseReport) -> str:
     mode = f"dynamo={settings} in {phase}_mode"
     if report.mode == "default":
         mode = f"{phase}_mode={{'dynamo': {settings}}}"
-    return f"; {mode} may remove {count} of {_count(report.graph_breaks, 'graph break')}"
+    removes = f"{mode} may remove {count} of {_count(report.graph_breaks, 'graph break')}"
+    return f"; {removes}, and lets torch guess that a size that it does not know is not 1"
 
 
 def _variation(report: PhaseReport) -> float:

@@ -50,7 +50,7 @@ class Trial:
         """Return a candidate with the same settings, and with these settings of Dynamo."""
         assert self.variant.config is not None
         config = replace(self.variant.config, dynamo=dict.fromkeys(settings, True))
-        return Trial(Variant(config, config.describe()), unhealed=self)
+        return Trial(Variant(config, config.describe(), healed=True), unhealed=self)
 
     @property
     def healing(self) -> tuple[str, ...]:

@@ -176,7 +176,7 @@ def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing
 def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
     report = check(case("breaks", net(Forward, zoo.several_breaks), 8, row=3)).report
     assert report.train.graph_breaks == 4
-    mode, count = re.search(r"train_mode=(\{.*\}\}) may remove (.*)", str(report)).groups()
+    mode, count = re.search(r"train_mode=(\{.*\}\}) may remove (.*), and lets torch guess", str(report)).groups()
     mode = ast.literal_eval(mode)
     settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     assert (mode, count) == ({"dynamo": settings}, "3 of 4 graph breaks")
@@ -192,10 +192,10 @@ HEALED = f"dynamo={HEALING}"
 MS = {"eager": 10_000, "default": 9_000, HEALED: 5_000}  # so slow that each candidate is worth its compile time
 
 
-def auto(steps=150, **settings):
+def auto(steps=150, make=ITEM, **settings):
     """The report of the train phase, and its trials."""
     callback = InductorCompile("auto", None, **settings)
-    fit(callback, make=ITEM, train=steps, validation=None)
+    fit(callback, make=make, train=steps, validation=None)
     train = callback.report.train
     return train, {trial["candidate"]: trial for trial in train.diagnostics.trials}
 
@@ -205,6 +205,27 @@ def test_auto_keeps_no_setting_whose_steps_are_not_faster_than_with_the_break(mo
     Times(monkeypatch, train=MS | {HEALED: healed_ms})
     train, trials = auto()
     assert (train.mode, trials[HEALED]["verdict"]) == ("default", "not faster")
+
+
+@pytest.mark.parametrize(
+    ("meets", "where"),
+    [
+        (lambda h, rows: h * (1 + h[rows.squeeze()].dim()), "squeeze"),
+        (lambda h, rows: h + (h[rows[:, 0]] + h).sum(), "broadcast"),
+        (lambda h, rows: h + h[rows[:, 0]].expand(-1, 3).sum(), "expand"),
+        (lambda h, rows: h + (h[rows[:, 0]] * h[0]).sum(), None),
+    ],
+)
+def test_auto_sets_nothing_that_lets_torch_guess_a_size(monkeypatch, meets, where):
+    """The result depends on whether one row is selected, except of the last function."""
+    healed = "dynamo={'capture_dynamic_output_shape_ops': True}"
+    Times(monkeypatch, train=MS | {healed: 5_000})
+    make = net(Forward, lambda net, x: meets(h := net.net(x), (h[:, 0] > -100).nonzero()))
+    train, trials = auto(make=make)
+    assert train.mode == (healed if where is None else "default")
+    if where is not None:
+        assert trials[healed]["verdict"] == "failed"
+        assert trials[healed]["reason"] == f"torch would guess at {where!r} that a size is not 1"
 
 
 def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
