@@ -50,7 +50,7 @@ class BackgroundPolicy:
         self._record = record
         self._known_seconds = known_seconds
         self._ranks = ranks
-        self._captured = self._ready = self._compared = self._is_short = False
+        self._captured = self._ready = self._is_short = False
         self._next_look = BLOCK_SAMPLES
         self._block_steps = 0
         self._blocks: list[list[Span]] | None = None  # of the running comparison, eager and compiled in turn
@@ -74,7 +74,7 @@ class BackgroundPolicy:
         if self._blocks is not None:
             self._continue(step)
         # Each step takes as long as that of the slowest rank, so a rank cannot decide by its own times.
-        elif self._ready and not self._compared and step.kind != "eager" and self._ranks.size == 1:
+        elif self._ready and step.kind != "eager" and self._ranks.size == 1:
             steps = self._timer.steps(self._phase, self.variant.name)
             if steps.total() - steps["eager"] >= self._next_look and self._looks_slower():
                 self._blocks = [[]]
@@ -109,7 +109,7 @@ class BackgroundPolicy:
         if len(self._blocks) < BLOCKS:
             self._blocks.append([])
             return
-        blocks, self._blocks, self._compared = self._blocks, None, True
+        blocks, self._blocks = self._blocks, None
         eager, compiled = ([[span.milliseconds() for span in block] for block in blocks[i::2]] for i in (0, 1))
         comparison = compare(eager, compiled)
         if comparison is not None and comparison.outcome == "slower":

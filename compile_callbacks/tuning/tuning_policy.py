@@ -93,10 +93,12 @@ class TuningPolicy:
 
     def done(self, step: Step) -> None:
         """End a step."""
-        if self._tuner.winner is not None or step.workload is None:
+        if self._tuner.winner is not None:
             return
         if step.variant is not self._tuner.trials[self._tuner.candidate].variant or self._waits(self._tuner.candidate):
-            self._tuner.steps_left -= 1  # another process compiles the candidate
+            self._tuner.steps_left -= 1  # another process compiles the candidate; most of these steps are not timed
+            return
+        if step.workload is None:
             return
         self._workloads[step.workload] += 1
         if step.span is not None:

@@ -15,7 +15,9 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from compile_callbacks import CompileError, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
+from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.tuning.tuning_policy import TuningPolicy
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
@@ -242,6 +244,27 @@ def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
     winner["healing"] = ["trace_autograd_ops", 3]
     record.write_text(json.dumps(data))
     assert "won in an earlier run" not in str(auto(cache_dir=tmp_path)[1])  # a file cannot set other settings
+
+
+def test_the_steps_that_remain_fall_while_a_candidate_waits():
+    """Most steps of a long run are not timed, and have no workload."""
+    recorder, waiting = CompileRecorder(), []
+    ranks = SimpleNamespace(size=1, gather=lambda mine: [mine])
+    policy = TuningPolicy("train", Tune("auto"), recorder, ranks, lambda line: None, waiting.__contains__)
+    policy.begin(torch.device("cuda"), {}, None, no_freezing="a reason", no_cudagraphs="a reason")
+    policy.plan(10_000)
+    span = SimpleNamespace(milliseconds=lambda: 1000.0)
+    while (variant := policy.next()[0]).name == "eager":
+        policy.done(Step(variant=variant, workload=Workload("train"), span=span, is_sample=True))
+    waiting.append(variant.name)
+    for _ in range(9_960):
+        policy.done(Step(variant=policy.next()[0]))
+    waiting.clear()
+    recorder.record("compile", CompileKey("net", "train", candidate=variant.name), seconds=10.0, graphs=1)
+    while policy.next()[0] is variant:
+        policy.done(Step(variant=variant, workload=Workload("train"), span=span, is_sample=True))
+    reasons = [trial.reason for trial in policy.trials() if trial.verdict == "not tried"]
+    assert [reason for reason in reasons if "steps that remain could save" in reason]
 
 
 def test_a_rank_uses_the_settings_that_rank_zero_chose():

@@ -151,25 +151,26 @@ class Skips(Classifier):
         return self.net[0].weight.sum() * 0 if skips else super().training_step(batch, batch_idx)
 
 
-SLOWER = "compiled steps were slower in alternating blocks (2.00 → 3.00 ms)"
+SLOWER = "compiled steps were slower in alternating blocks"
 
 
 @pytest.mark.parametrize(
     ("eager", "compiled", "ranks", "compared", "sent_back"),
     [
-        (2.0, [1.0] * 20 + [3.0], 1, True, [SLOWER]),
+        (2.0, [1.0] * 20 + [3.0], 1, True, [f"{SLOWER} (2.00 → 3.00 ms)"]),
         ([2.0] * 12 + [4.0], 3.0, 1, True, []),  # the machine became slower
+        ([2.0] * 12 + [3.0], [2.5] * 60 + [3.5], 1, True, [f"{SLOWER} (3.00 → 3.50 ms)"]),  # it is compared again
         (2.0, 3.0, 2, False, []),  # each step lasts as long as that of the slowest rank
     ],
 )
-def test_slower_steps_go_back_to_eager_after_one_comparison(eager, compiled, ranks, compared, sent_back, monkeypatch):
+def test_slower_steps_go_back_to_eager_after_a_comparison(eager, compiled, ranks, compared, sent_back, monkeypatch):
     times = Times(monkeypatch, train={"eager": eager, "waiting": 2.0, None: compiled})
     monkeypatch.setattr("compile_callbacks.tuning.ranks.Ranks.join", lambda this, **_: setattr(this, "size", ranks))
     callback = InductorCompile("default", None, background=True)
-    run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(200)(report), Skips())
+    run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(400)(report), Skips())
     train = callback.report.train
     assert reasons(train, "sent_back") == sent_back
-    assert (f"runs eagerly again: {SLOWER}" in str(callback.report)) == bool(sent_back)
+    assert ("runs eagerly again: " + "".join(sent_back) in str(callback.report)) == bool(sent_back)
     assert (times.counts["train", "eager"] > 12 + 30) == compared  # after the baseline
     assert train.diagnostics.waiting_steps > 0
 
