@@ -25,10 +25,11 @@ from compile_callbacks._utils.messages import check_choice, check_type, describe
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
 from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
 from compile_callbacks.exporting.package import (
+    ExportedCall,
     VerifyPackage,
     check_path,
     check_writable,
-    compare_with_eager,
+    compare_sizes,
     evaluating,
     export,
 )
@@ -193,7 +194,8 @@ class AOTInductorExport(Callback):
             )
             package = load_after_smoke_test(temporary, args, kwargs, device)
             if self.verify != "off":
-                compared = compare_with_eager(module, package, args, kwargs)
+                call = ExportedCall(module, args, kwargs, dynamic_batch=self.dynamic_batch)
+                compared = compare_sizes(module, package, call)
                 self.report = ExportReport(verified=compared.verdict, max_abs_error=compared.max_abs_error)
                 if compared.verdict == "differs":
                     raise ExportError(with_code("CC602", f"the package differs from eager: {compared.reason}"))

@@ -122,7 +122,7 @@ def export(
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
-    call = _ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
+    call = ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
     metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
     check_writable(path)
     with atomic_write(path) as temporary, evaluating(module), _torch.export.own_warnings_off():
@@ -135,9 +135,7 @@ def export(
                 _compile(program, temporary, config, call.device, metadata)
             if verify != "off":
                 package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
-                eager = program.module()
-                results = [compare_with_eager(eager, package, *inputs) for inputs in call.inputs_of_two_sizes()]
-                compared = next((result for result in results if result.verdict == "differs"), results[0])
+                compared = compare_sizes(program.module(), package, call)
                 text = f"the package differs from eager: {compared.reason}"
                 if compared.verdict == "not compared":
                     warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
@@ -179,6 +177,12 @@ def compare_with_eager(
         before.restore()
 
 
+def compare_sizes(eager: nn.Module, package: ExportedModule, call: ExportedCall) -> Comparison:
+    """Compare a package with eager for each of the `ExportedCall.inputs_of_two_sizes`."""
+    results = [compare_with_eager(eager, package, *inputs) for inputs in call.inputs_of_two_sizes()]
+    return next((result for result in results if result.verdict == "differs"), results[0])
+
+
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
@@ -193,7 +197,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = training
 
 
-class _ExportedCall:
+class ExportedCall:
     """The call that is exported, with copies of its inputs."""
 
     def __init__(

@@ -19,7 +19,7 @@ from torch import nn
 
 import compile_callbacks
 from compile_callbacks import AOTInductorExport, CompileWarning, ExportError, export, graph_pass, load_exported
-from tests.support.models import fit, mlp
+from tests.support.models import Wrapper, fit, mlp
 from tests.support.pairs import made_once
 
 pytestmark = pytest.mark.all_versions
@@ -174,6 +174,22 @@ def test_a_package_that_differs_from_eager_for_another_batch_size_raises(tmp_pat
     with pytest.warns(CompileWarning, match=rf"net\.pt2: {DIFFERS}"):
         export(calling(lambda x: x + 0), (X,), tmp_path / "net.pt2", verify="warn")
     assert load_exported(tmp_path / "net.pt2")(X[:1]).sum() == X[:1].sum()  # the package is written
+
+
+def test_the_callback_compares_a_second_batch_size(tmp_path, monkeypatch):
+    saves_package = torch._inductor.aoti_compile_and_package
+
+    class Shifted(Wrapper):
+        def forward(self, x):
+            return self.net(x) + x.shape[0] // 5  # 0 for the first batch
+
+    def saves(program, **settings):
+        dynamic = ({0: torch.export.Dim("batch")},)
+        return saves_package(torch.export.export(Shifted(program.module()), (X,), dynamic_shapes=dynamic), **settings)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", saves)
+    with pytest.raises(ExportError, match=DIFFERS):
+        fit(AOTInductorExport(tmp_path / "net.pt2", weights="last", target="net", verify="raise"))
 
 
 def test_a_program_equals_eager_and_contains_no_example(packages):
