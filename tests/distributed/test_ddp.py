@@ -20,7 +20,7 @@ from tests.support.processes import run_in_new_process
 
 SAME = ["plain", "find_unused_parameters", "static_graph", "accumulation", "split"]
 # Each list is a pair of processes, at the same time. The first pair spends most of its time waiting.
-WAITING = ["slow_compile", "slow_validation", "exception"]
+WAITING = ["slow_compile", "slow_validation", "slow_background", "exception"]
 OTHERS = ["fabric", *SAME, "failure", "uneven_logged", "uneven_tuned", "tuned", "resumed_from_one"]
 PAIRS = {"cpu": [WAITING, OTHERS], "gpu": [WAITING, OTHERS[::2], OTHERS[1::2]]}
 
@@ -105,6 +105,14 @@ def test_a_rank_that_compiles_longer_than_the_other_ends_well(pair, case):
     seconds = second["report"][slow_phase]["compile_seconds"]  # each rank reports its own seconds
     assert seconds > 3  # as long as the second process sleeps
     assert second["report"]["infer"]["recompiles"] == (case == "slow_validation")
+
+
+def test_no_rank_goes_back_to_eager_alone(pair):
+    trains = [result["report"]["train"] for result in pair("slow_background")]
+    assert trains[1]["compiled_step_ms"] > trains[1]["eager_step_ms"]
+    for train in trains:
+        assert [event for event in train["diagnostics"]["events"] if event["kind"] == "sent_back"] == []
+        assert train["diagnostics"]["steps"]["compiled"] >= 120
 
 
 def test_a_failure_on_one_rank_leaves_the_other_compiled_with_equal_results(pair):

@@ -227,6 +227,26 @@ def slow_validation() -> dict[str, Any]:
         return both(Synced, ours=ours, **settings)
 
 
+def slow_background() -> dict[str, Any]:
+    """The second process is slow when compiled code runs. Each step of both then lasts as long as its step."""
+    ours = InductorCompile(infer_mode=None, baseline_steps=10, background=True, verify="off")
+
+    class Slow(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            ran = ours.session._recorder.executions
+            before, loss = ran.graphs, super().training_step(batch, batch_idx)
+            time.sleep(0.02 if RANK and ran.graphs > before else 0.01)  # leaves the processors to the helper
+            return loss
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            found = ours.report.train.diagnostics
+            ends = found.steps.get("compiled", 0) >= 120 or "sent_back" in [event["kind"] for event in found.events]
+            self.trainer.should_stop = self.trainer.strategy.reduce_boolean_decision(ends)
+
+    fit(seeded(Slow), ours, validate=None, max_epochs=-1)
+    return {"report": report_of(ours)}
+
+
 def exception() -> dict[str, Any]:
     """Both processes raise in their third step."""
 
