@@ -144,18 +144,15 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
     fails. Such operators are ``squeeze`` without a dimension, ``expand``, and a broadcast, for which the graph asserts
     that two sizes are equal.
     """
-    for subgraph in graph_module.modules():
-        for node in subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ():
-            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")
-            shapes = [getattr(each.meta.get("example_value"), "shape", ()) for each in node.all_input_nodes]
-            if name == "eq" and any(user.target is torch.ops.aten._assert_scalar.default for user in node.users):
-                return "broadcast"
-            guesses = (
-                len(node.args) + len(node.kwargs) == 1 if name == "squeeze" else name.startswith(("expand", "broad"))
-            )
-            unknown = (isinstance(n, torch.SymInt) and not n.node.has_hint() for shape in shapes for n in shape)
-            if guesses and any(unknown):
-                return name
+    for node in _all_nodes(graph_module):
+        name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")
+        if name == "eq" and any(user.target is torch.ops.aten._assert_scalar.default for user in node.users):
+            return "broadcast"
+        shapes = [getattr(each.meta.get("example_value"), "shape", ()) for each in node.all_input_nodes]
+        unknown = any(isinstance(n, torch.SymInt) and not n.node.has_hint() for shape in shapes for n in shape)
+        squeezes_all = name == "squeeze" and len(node.args) + len(node.kwargs) == 1
+        if unknown and (squeezes_all or name.startswith(("expand", "broad"))):
+            return name
     return ""
 
 

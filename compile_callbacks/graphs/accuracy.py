@@ -43,10 +43,9 @@ class Comparison:
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
-    may_be_rounding: bool = False  # whether a difference is small enough for rounding errors of another order
     why_not: WhyNot | None = None  # why nothing was compared
     tensors: int = 0  # the number of tensors
-    noisy: int = 0  # how many of them were not compared, because rounding alone decides their values
+    noisy_tensors: int = 0  # how many of them were not compared, because rounding alone decides their values
 
 
 def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
@@ -95,8 +94,8 @@ def compare_results(
     if _is_exact(expected[name]):
         reason = f"{name} differs in {found[name] ** 2:.2%} of its elements"
     reason = f"{reason}; {problem}" if problem else reason
-    is_wrong, rounds = max(found.values()) > _WRONG, found[name] <= _CLEAR_FACTOR * limits[name].tolerance
-    return Comparison("differs", reason, largest, is_wrong, rounds, tensors=len(errors), noisy=len(noisy))
+    is_wrong = max(found.values()) > _WRONG
+    return Comparison("differs", reason, largest, is_wrong, tensors=len(errors), noisy_tensors=len(noisy))
 
 
 def _without_difference(noisy: Mapping[str, float], count: int, largest: float) -> Comparison:
@@ -104,7 +103,7 @@ def _without_difference(noisy: Mapping[str, float], count: int, largest: float) 
     reason = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
     if len(noisy) == count > 0:
         return Comparison("not compared", reason, why_not="rounding")
-    return Comparison("equal", reason, largest, tensors=count, noisy=len(noisy))
+    return Comparison("equal", reason, largest, tensors=count, noisy_tensors=len(noisy))
 
 
 def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:

@@ -85,10 +85,8 @@ class Verification:
         if comparison.why_not in ("dropout", "random numbers"):
             mode = recorder.mode_arguments[phase]
             fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
-        known = {
-            name: getattr(comparison, name) for name in ("verdict", "reason", "why_not", "max_abs_error", "tensors")
-        }
-        recorder.record("verify", self.fallback.key, fix=fix, noisy_tensors=comparison.noisy, **known)
+        figures = {name: getattr(comparison, name) for name in ("why_not", "max_abs_error", "tensors", "noisy_tensors")}
+        recorder.record("verify", self.fallback.key, reason=reason, fix=fix, verdict=comparison.verdict, **figures)
         if settings.verify == "raise" and comparison.why_not == "error":
             message = f"target {target!r} could not be compared with eager in the {phase} phase: {reason}"
             raise CompileError(with_code("CC302", f"{message} (verify='raise')"))
@@ -96,10 +94,6 @@ class Verification:
             return True
         reaction, consequence = _REACTIONS["candidate" if settings.on_trial else settings.verify][comparison.is_wrong]
         message = f"target {target!r} differs from eager in the {phase} phase: {reason}"
-        rounds = comparison.may_be_rounding and not self.options.get("fallback_by_default")  # else runs eager's kernels
-        advised = rounds and "numerics" in _torch.inductor.option_names()
-        if advised and self.options.get("numerics", "default") == "default":
-            message += "; options={'numerics': 'strict'} is closer to eager, but slower"
         if reaction == "raise":
             raise CompileError(with_code("CC302", message + consequence))
         if reaction == "leave" and consequence != _GRAPH_RUNS_EAGERLY:
@@ -220,11 +214,8 @@ class _Runs:
                 cotangents.append(random.to(self.dtypes.setdefault(name, tensor.dtype)).to(tensor.dtype))
         if not outputs:
             return {}
-        gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True)
-        return {
-            name: leaf.detach().new_zeros(()).expand_as(leaf) if gradient is None else gradient
-            for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
-        }
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents, materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))
 
     def _arguments(self, double: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return aliases of the inputs, with clones of written inputs, and the leaves of autograd's graph by name."""
@@ -253,21 +244,10 @@ class _Runs:
                     argument = argument.as_strided(value.size(), value.stride(), value.storage_offset())
             if self.with_gradients and value.requires_grad:
                 leaves[GRADIENT + self.names[position]] = argument.requires_grad_()
-                argument = _NoLeaf.apply(argument) if position in self.written else argument
+                # Autograd does not allow in-place changes of leaves.
+                argument = argument.clone() if position in self.written else argument
             arguments[position] = argument
         return arguments, leaves
-
-
-class _NoLeaf(torch.autograd.Function):
-    """Makes an input a non-leaf of autograd's graph, because autograd does not allow in-place changes of leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _tensor_over(tensor.untyped_storage(), tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 @contextlib.contextmanager

@@ -64,20 +64,6 @@ def test_verification_finds_a_wrong_graph_and_names_target_output_phase_and_tole
     assert report.diagnostics.max_abs_error > 0.01
 
 
-@pytest.mark.skipif("numerics" not in torch._inductor.list_options(), reason="the option is new in torch 2.15")
-@pytest.mark.parametrize(
-    ("factor", "options", "offered"),
-    [(1.001, {}, True), (1.001, {"fallback_by_default": True}, False), (1.3, {}, False)],
-)
-def test_strict_numerics_are_advised_only_if_generated_code_may_round(compiled, factor, options, offered):
-    module = compiled(
-        plain(), train_mode={"options": options, "passes": [Doubling(torch.ops.aten.relu.default, factor=factor)]}
-    )
-    with pytest.warns(CompileWarning, match="differs from eager in the train phase") as caught:
-        train_step(module, inputs())
-    assert ("options={'numerics': 'strict'}" in str(caught[0].message)) == offered
-
-
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled, mode):
     no_gpu = pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU")
