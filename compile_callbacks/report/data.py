@@ -190,9 +190,10 @@ class PhaseReport(Figures):
     """Number of graphs that were loaded from torch's cache on disk."""
     verified: str | None = figure(lambda facts: facts.comparisons, "correctness", row="compared with eager")
     """The number of graphs by result of the [comparison with eager](limits.md#verification), such as `equal 12, not
-    compared 2 (dropout)`. `outputs only` means that gradients were not compared. Graphs that draw random numbers, as
-    dropout does, are not compared; `{"options": {"fallback_random": True}}` as the mode makes them comparable, but
-    slower. `None` if no graph was compared."""
+    compared 2 (dropout)`. `outputs only` means that gradients were not compared, and `58 of 62 tensors` that rounding
+    alone decides the others. Graphs that draw random numbers, as dropout does, are not compared;
+    `{"options": {"fallback_random": True}}` as the mode makes them comparable, but slower. `None` if no graph was
+    compared."""
     eager_step_ms: float | None = figure(
         lambda facts: facts.eager_ms, "speed", partial(_step, "eager"), scalar="step/PHASE/eager_ms"
     )
