@@ -138,11 +138,10 @@ def _namespace(node: torch.fx.Node) -> str:
 
 
 def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
-    """Return the first operator of Dynamo's graph whose result depends on whether an unknown size is 1, or ``""``.
+    """Return the first operator of Dynamo's graph for which torch guesses that an unknown size is not 1, or ``""``.
 
-    The size depends on values, and torch guesses that it is not 1. A call with the size 1 then gets other results, or
-    fails. Such operators are ``squeeze`` without a dimension, ``expand``, and a broadcast, for which the graph asserts
-    that two sizes are equal.
+    A call with the size 1 then gets other results, or fails: at ``squeeze`` without a dimension, ``expand``, or a
+    broadcast, for which the graph asserts that two sizes are equal.
     """
     for node in _all_nodes(graph_module):
         name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")

@@ -47,25 +47,19 @@ def free_memory(device: torch.device) -> int | None:
     return min(free + torch.cuda.memory_reserved(device), limit) - torch.cuda.memory_allocated(device)
 
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+
 def _free_host_memory() -> int | None:
-    """Return the available memory of a Linux machine, or what is left of the limit of a container (a cgroup)."""
+    """Return the available memory of a Linux machine, or what is left of the limit of a container (cgroup v2)."""
     free = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, LookupError):  # no such file, or no limit ("max")
         free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
-    for folder, limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # no such file, or no limit ("max")
-            # The cache of files counts as used, and the kernel frees it when it needs memory.
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-            left = int((folder / limit).read_text()) - int((folder / used).read_text()) + cached
-            free = left if free is None else min(free, left)
+        # The cache of files counts as used, and the kernel frees it when it needs memory.
+        cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())["inactive_file"]
+        used = int((_CGROUP / "memory.current").read_text()) - int(cached)
+        free = min(free, int((_CGROUP / "memory.max").read_text()) - used)
     return free
-
-
-_CGROUPS = (  # of version 2 and 1
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 def device_name(device: torch.device) -> str:

@@ -151,9 +151,7 @@ def compare_with_eager(
 ) -> Comparison:
     """Compare the outputs of a package with the outputs of the original module."""
 
-    def run(
-        function: Callable[..., Any], convert: Callable[[torch.Tensor], torch.Tensor] = torch.clone
-    ) -> dict[str, torch.Tensor]:
+    def run(function: Callable[..., Any], convert: Callable[..., Any] = torch.clone) -> dict[str, torch.Tensor]:
         copied_args, copied_kwargs = tree_map_only(torch.Tensor, convert, (args, kwargs))
         outputs = tree_leaves(function(*copied_args, **copied_kwargs))
         return {f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)}

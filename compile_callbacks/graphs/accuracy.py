@@ -13,6 +13,7 @@ import torch
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.events import Result, WhyNot
 
+Tensors = Mapping[str, torch.Tensor]
 _Verdict = tuple[Literal["equal", "differs", "noisy"], float]  # with the error of the compiled or the noisy tensor
 
 GRADIENT = "the gradient of "
@@ -54,10 +55,7 @@ def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
 
 
 def compare_results(
-    expected: Mapping[str, torch.Tensor],
-    actual: Mapping[str, torch.Tensor],
-    allowed: float,
-    run_in_double: Callable[[], Mapping[str, torch.Tensor]],
+    expected: Tensors, actual: Tensors, allowed: float, run_in_double: Callable[[], Tensors]
 ) -> Comparison:
     """Compare the outputs, mutated inputs and gradients of a compiled run with the ones of an eager run, by name.
 
@@ -74,7 +72,8 @@ def compare_results(
     problem, verdicts = "", dict[str, _Verdict]()
     if suspects:
         try:
-            verdicts = _judge(suspects, expected, actual, run_in_double(), errors, limits)
+            scales = {name: max(errors[name].magnitude, limits[name].floor) for name in suspects}
+            verdicts = _judge(expected, actual, run_in_double(), scales, limits)
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:
@@ -146,7 +145,7 @@ class _Errors(NamedTuple):
         return self.rms / max(self.magnitude, limit.floor, 1e-30)
 
 
-def _limits(expected: Mapping[str, torch.Tensor], errors: Mapping[str, _Errors], allowed: float) -> dict[str, _Limit]:
+def _limits(expected: Tensors, errors: Mapping[str, _Errors], allowed: float) -> dict[str, _Limit]:
     roots = {name: math.sqrt(max(1, tensor.numel())) for name, tensor in expected.items()}
     norm = max((errors[name].magnitude * roots[name] for name in expected if name.startswith(GRADIENT)), default=0.0)
     magnitude = max((error.magnitude for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
@@ -185,17 +184,12 @@ def _errors(
 
 
 def _judge(
-    suspects: Iterable[str],
-    expected: Mapping[str, torch.Tensor],
-    actual: Mapping[str, torch.Tensor],
-    reference: Mapping[str, torch.Tensor],
-    errors: Mapping[str, _Errors],
-    limits: Mapping[str, _Limit],
+    expected: Tensors, actual: Tensors, reference: Tensors, scales: Mapping[str, float], limits: Mapping[str, _Limit]
 ) -> dict[str, _Verdict]:
     """Judge compiled tensors by a float64 run, with their relative error, or with that of a noisy eager tensor."""
     both = {}
-    for name in suspects:
-        e, a, r, scale = expected[name], actual[name], reference[name], max(errors[name].magnitude, limits[name].floor)
+    for name, scale in scales.items():
+        e, a, r = expected[name], actual[name], reference[name]
         both[name] = [_errors(r.to(a.device), x.to(a.device), eager=e, scale=scale) for x in (a, e)]
     verdicts: dict[str, _Verdict] = {}
     for name, (compiled, eager) in both.items():
@@ -232,7 +226,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten()
 
 
-def _other_form(expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]) -> str | None:
+def _other_form(expected: Tensors, actual: Tensors) -> str | None:
     """Return how the shape, dtype or offsets of a compiled tensor differ."""
     for name, tensor in expected.items():
         forms = []

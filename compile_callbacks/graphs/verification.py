@@ -23,6 +23,7 @@ from compile_callbacks.graphs.accuracy import (
     COMPARISON_BYTES,
     GRADIENT,
     Comparison,
+    Tensors,
     compare_results,
     not_compared,
     tolerance,
@@ -200,9 +201,7 @@ class _Runs:
             gradients = self._gradients(tensors | changed, leaves)
         return {name: tensor.detach() for name, tensor in tensors.items()} | copies | gradients
 
-    def _gradients(
-        self, tensors: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _gradients(self, tensors: Tensors, leaves: Tensors) -> dict[str, torch.Tensor]:
         """Return the gradients of leaves for random gradients of the outputs, which are the same in each run."""
         outputs, cotangents = [], []
         for seed, (name, tensor) in enumerate(tensors.items()):

@@ -13,11 +13,7 @@ from compile_callbacks.report.data import PhaseReport, RunReport
 from compile_callbacks.report.figures import GROUPS, NOTHING, cell
 from compile_callbacks.report.summary import next_step, notes, verdict_lines
 
-_RESULTS = {
-    "differs": "Differs from eager",
-    "equal": "Tensors that were not compared with eager",
-    "not compared": "Not compared with eager",
-}
+_RESULTS = {"differs": "Differs from eager", "equal": "Partly compared", "not compared": "Not compared with eager"}
 _TRIAL_FORMS = {"median_ms": "{:.2f}", "p95_ms": "{:.2f}", "samples": "{}", "compile_seconds": "{:.1f}"}
 _SPECIAL = re.compile(r"([\\`*_\[\]|#])")
 
