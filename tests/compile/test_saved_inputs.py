@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import report_of
@@ -44,83 +45,16 @@ class ReadsAndWrites(nn.Module):
         return z.exp()
 
 
-def normed(normalize):
-    return nn.Sequential(normalize(nn.Linear(FEATURES, 16)), nn.ReLU(), normalize(nn.Linear(16, FEATURES)))
-
-
-MODULES = {
-    "spectral norm": lambda: normed(nn.utils.parametrizations.spectral_norm),
-    "spectral norm by hooks": lambda: normed(nn.utils.spectral_norm),
-    **{
-        change: functools.partial(ReadsAndWrites, change)
-        for change in ("buffer", "part of a buffer", "weight", "result")
-    },
-}
-
-
-def results_of(module):
-    """Return copies of the gradients and the buffers."""
-    tensors = [*(parameter.grad for parameter in module.parameters()), *module.buffers()]
-    return [tensor.detach().clone() for tensor in tensors if tensor is not None]
-
-
-def train(module, calls, run=lambda module, x: module(x)):
-    """Return the gradients and the buffers of three steps."""
-    found = []
-    generator = torch.Generator().manual_seed(2)
-    device = next(module.parameters()).device
-    for _ in range(3):
-        module.zero_grad()
-        inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(calls)]
-        sum(run(module, x).square().mean() for x in inputs).backward()
-        found.append(results_of(module))
-    return found
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("verify", ["warn", "off"])
-@pytest.mark.parametrize("calls", [1, 2])
-@pytest.mark.parametrize("name", MODULES)
-def test_gradients_are_right_if_a_graph_reads_and_changes_an_input(compiled, name, calls, verify, device):
-    eager = MODULES[name]().to(device)
-    modules = [copy.deepcopy(eager) for _ in range(2)]
-    expected = train(eager, calls)
-    for module in modules:  # the second one gets its code from torch's cache
-        torch._dynamo.reset()
-        torch.testing.assert_close(train(compiled(module, verify=verify), calls), expected, **FLOAT32)
-        report = report_of(module).train
-        assert (report.graphs >= 1, report.fallbacks) == (True, 0)
-
-
-class Counts(nn.Module):
-    """Writes a buffer, and multiplies by its new value."""
+class Counts(nn.Linear):
+    """Writes a buffer, and multiplies by its new value, which the backward pass computes from a copy of the former."""
 
     def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, FEATURES)
+        super().__init__(FEATURES, FEATURES)
         self.register_buffer("calls", torch.ones(()))
 
     def forward(self, x):
         self.calls += 1
-        return self.layer(x) * self.calls
-
-
-def test_gradients_are_right_in_the_mode_lite(compiled):
-    """It runs torch's operators. The backward pass computes the new value again from a copy of the former value."""
-    module = Counts()
-    eager = copy.deepcopy(module)
-    torch.testing.assert_close(train(compiled(module, train_mode="lite", verify="off"), 1), train(eager, 1), **FLOAT32)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_gradients_are_right_within_an_activation_checkpoint(compiled, name):
-    eager = MODULES[name]()
-    module = copy.deepcopy(eager)
-
-    def run(target, x):
-        return checkpoint(target, x, use_reentrant=False)
-
-    torch.testing.assert_close(train(compiled(module), 2, run), train(eager, 2, run), **FLOAT32)
+        return super().forward(x) * self.calls
 
 
 class CopiesBuffer(nn.Module):
@@ -135,37 +69,74 @@ class CopiesBuffer(nn.Module):
         return self.norm(y) if update else y * self.norm.running_var.clone()
 
 
-def update_by_batch_norm(module, x):
+def normed(normalize):
+    return nn.Sequential(normalize(nn.Linear(FEATURES, 16)), nn.ReLU(), normalize(nn.Linear(16, FEATURES)))
+
+
+def updated_by_batch_norm(module, x):
     """The second call writes the running statistics, without raising their versions, as eager batch norm."""
     return module(x) + module(x, update=True)
 
 
-def update_by_hand(module, x):
+def updated_by_hand(module, x):
     y = module(x)
     with torch.no_grad():
         module.norm.running_var.mul_(0.5)
     return y
 
 
-@pytest.mark.parametrize("run", [update_by_batch_norm, update_by_hand])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_gradients_are_right_if_a_copied_buffer_is_written_after_the_call(compiled, run, calls):
-    eager = CopiesBuffer()
-    module = copy.deepcopy(eager)
-    torch.testing.assert_close(train(compiled(module), calls, run), train(eager, calls, run), **FLOAT32)
-    assert report_of(module).train.fallbacks == 0
+def checkpointed(module, x):
+    return checkpoint(module, x, use_reentrant=False)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MODULES)
-def test_gradients_are_right_with_cuda_graphs_if_a_graph_reads_and_changes_an_input(compiled, name):
-    eager = MODULES[name]().cuda()
-    module = copy.deepcopy(eager)
+def in_new_step(module, x):
+    torch.compiler.cudagraph_mark_step_begin()
+    return module(x)
 
-    def run(target, x):
-        torch.compiler.cudagraph_mark_step_begin()
-        return target(x)
 
-    found = train(compiled(module, train_mode="reduce-overhead"), 1, run)
-    torch.testing.assert_close(found, train(eager, 1), **FLOAT32)
-    assert report_of(module).train.graphs >= 1
+def train(module, calls, run, device):
+    """Return the gradients and the buffers of three steps."""
+    found, generator = [], torch.Generator().manual_seed(2)
+    for _ in range(3):
+        module.zero_grad()
+        inputs = [torch.randn(6, FEATURES, generator=generator).to(device) for _ in range(calls)]
+        sum(run(module, x).square().mean() for x in inputs).backward()
+        tensors = [*(parameter.grad for parameter in module.parameters()), *module.buffers()]
+        found.append([tensor.detach().clone() for tensor in tensors if tensor is not None])
+    return found
+
+
+MODULES = {
+    "spectral norm": lambda: normed(parametrizations.spectral_norm),
+    "spectral norm by hooks": lambda: normed(spectral_norm),
+    **{each: functools.partial(ReadsAndWrites, each) for each in ("buffer", "part of a buffer", "weight", "result")},
+    "counter": Counts,
+    "copy": CopiesBuffer,
+}
+CHANGED, ONCE, WARN, OFF = list(MODULES)[:6], nn.Module.__call__, {"verify": "warn"}, {"verify": "off"}
+ROWS = [
+    # name, calls in a step, how, settings
+    *[(name, 2, ONCE, WARN) for name in CHANGED],
+    *[(name, 1, ONCE, OFF) for name in ("spectral norm", "buffer")],
+    *[(name, 2, checkpointed, {}) for name in ("spectral norm", "buffer")],
+    ("counter", 1, ONCE, {**OFF, "train_mode": "lite"}),  # which runs torch's operators
+    ("copy", 1, updated_by_batch_norm, {}),
+    ("copy", 2, updated_by_hand, {}),
+]
+ON_GPU = [(name, 2, ONCE, WARN) for name in CHANGED]
+ON_GPU += [(name, 1, in_new_step, {"train_mode": "reduce-overhead"}) for name in CHANGED]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "calls", "run", "settings"),
+    [*(("cpu", *row) for row in ROWS), *(pytest.param("cuda", *row, marks=pytest.mark.gpu) for row in ON_GPU)],
+)
+def test_gradients_are_right_if_an_input_of_a_graph_is_read_and_changed(compiled, device, name, calls, run, settings):
+    eager = MODULES[name]().to(device)
+    modules = [copy.deepcopy(eager) for _ in range(2)]
+    expected = train(eager, calls, run, device)
+    for module in modules:  # the second one gets its code from torch's cache
+        torch._dynamo.reset()
+        torch.testing.assert_close(train(compiled(module, **settings), calls, run, device), expected, **FLOAT32)
+        report = report_of(module).train
+        assert (report.graphs >= 1, report.fallbacks) == (True, 0)
