@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from compile_callbacks import CompileError, GraphPass, InductorCompile, InductorConfig, Tune
+from compile_callbacks import CompileError, InductorCompile, InductorConfig, Tune
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Step, Workload
 from compile_callbacks.tuning.tuning_policy import TuningPolicy
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
-from tests.cases.zoo import OLDEST, PYTHON_STATE, Counting, Forward
-from tests.support.models import Wrapper, fit
+from tests.cases.zoo import OLDEST, PYTHON_STATE, Calls, Counting
+from tests.support.models import Classifier, Wrapper, fit, mlp
 from tests.support.step_times import Times
+from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -58,7 +59,8 @@ def few_recompiles():
     return torch._dynamo.config.patch(recompile_limit=2)
 
 
-ITEM, COUNTS_AND_BREAKS = net(Forward, zoo.item), net(Counting, zoo.breaks_before_blocks)
+COUNTS_AND_BREAKS = net(Counting, zoo.breaks_before_blocks)
+ITEM, SEVERAL_BREAKS = (lambda run=run: Classifier(Calls(mlp(), run)) for run in (zoo.item, zoo.several_breaks))
 FORBIDDEN = {
     "fullgraph": (COUNTS_AND_BREAKS, InductorConfig(fullgraph=True)),
     "context": (net(Counting, zoo.breaks_although_forbidden), "default"),
@@ -74,8 +76,9 @@ CASES = [
     case("a batch raises behind a break", lambda: zoo.Skipping(breaks=True), 60, expect={"train.graph_breaks": 1}),
     case("Dynamo fails behind a break", COUNTS_AND_BREAKS, codes=("CC301",), inside=dynamo_fails("torch_dynamo_resume"),
          expect=FAILED | {"train.graphs": 3, "train.graph_breaks": 1, "train.recompiles": 1}),
-    case("Dynamo fails", net(zoo.nested), 12, {"infer_mode": "default"}, codes=("CC301",), expect=FAILED,
-         inside=dynamo_fails("net_train"), validation=(4, 4)),  # no block is compiled alone
+    case("Dynamo fails", COUNTS_AND_BREAKS, 12, {"infer_mode": "default"}, codes=("CC301",), validation=(4, 4),
+         expect=FAILED | {"infer.graphs": 3, "infer.graph_breaks": 1, "infer.diagnostics.eager_calls": ...},
+         inside=dynamo_fails("net_train")),  # no block is compiled alone
     case("Dynamo fails, and torch suppresses errors", COUNTS_AND_BREAKS, codes=("CC301",), expect=FAILED,
          inside=dynamo_fails("net_train", suppress_errors=True)),
     *[case(f"forbidden break, {name}", make, 12, {"train_mode": mode}, expect=FAILED, codes=("CC301",))
@@ -89,7 +92,7 @@ def test_graph_breaks_and_exceptions(case):
     assert check(case).report.train.fallbacks == case.expect.get("train.fallbacks", 0)
 
 
-NAMED_IN_LIMITS = ["full deque", "lru_cache", "numpy.normal", *["class attribute", "default argument"] * OLDEST]
+NAMED_IN_LIMITS = ["full deque", "lru_cache", "numpy.normal", *["default argument"] * OLDEST]
 # By kind and number of eager steps. torch draws only while it traces; torch 2.11 mostly outside of the graph.
 DRAWN_ONCE = {("global Random", 3)} if OLDEST else {
     ("random.sample", 0), ("random.sample", 3), ("sample of Random", 3), ("seeds", 0), ("seeds", 3), ("draws once", 0),
@@ -145,20 +148,14 @@ def test_an_eager_call_at_the_recompile_limit_is_no_sample():
     assert (train.samples or 0) <= steps["compiled"]
 
 
-class Symbols(GraphPass):
+class Symbols(Uncached):
     """Counts the symbolic inputs of each graph of the forward pass."""
 
-    hook = "pre_grad"
-
-    def __init__(self):
-        self.found = []
+    hook, found = "pre_grad", []
 
     def __call__(self, graph, is_inference):
         values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
         self.found.append(sum(isinstance(value, torch.SymInt) for value in values))
-
-    def uuid(self):
-        return None
 
 
 def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing_else_does():
@@ -176,13 +173,13 @@ def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing
 
 
 def test_the_report_names_the_settings_that_remove_graph_breaks_and_how_many():
-    report = check(case("breaks", net(Forward, zoo.several_breaks), 8, row=3)).report
+    report = check(case("breaks", SEVERAL_BREAKS, 8, row=3)).report
     assert report.train.graph_breaks == 4
     mode, count = re.search(r"train_mode=(\{.*\}\}) may remove (.*), and lets torch guess", str(report)).groups()
     mode = ast.literal_eval(mode)
     settings = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
     assert (mode, count) == ({"dynamo": settings}, "3 of 4 graph breaks")
-    report = check(case("healed", net(Forward, zoo.several_breaks), 8, {"train_mode": mode}, row=3)).report
+    report = check(case("healed", SEVERAL_BREAKS, 8, {"train_mode": mode}, row=3)).report
     assert report.train.graph_breaks == 1
     assert "may remove" not in str(report)
 

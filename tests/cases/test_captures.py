@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import jvp, vmap
+from torch.func import grad, hessian, jacfwd, jvp, vmap
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileError, InductorBackend, compile_phases, report_of, restore
@@ -24,8 +24,14 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 CAPTURES_WRONGLY = torch.__version__ < "2.13"
 TRAIN = {"infer_mode": None}
+DERIVATIVES = {
+    "laplacian": lambda f, points: vmap(hessian(f))(points).diagonal(dim1=1, dim2=2).sum(1),
+    "second": lambda f, points: vmap(lambda point: jvp(grad(f), (point,), (torch.ones_like(point),))[1])(points),
+    "jacobian": lambda f, points: vmap(jacfwd(f))(points),
+}
 FUNCTIONS: dict[str, Any] = {how.replace(" ", "_"): functools.partial(zoo.function_that, how) for how in zoo.MULTIPLY}
 FUNCTIONS |= {"dirty": lambda: zoo.MarksDirty(FEATURES, FEATURES)}
+WRONG = "add_in_place", "dirty", "out", "relu_in_place"
 WRONG_TRAIN, WRONG_INFER = (
     {f"{phase}.verified": "differs 1", f"{phase}.fallbacks": 1, f"{phase}.diagnostics.eager_calls": {"net": calls}}
     for phase, calls in (("train", 6), ("infer", 4))
@@ -38,38 +44,16 @@ def relu():
 
 
 CASES = [
-    Case(
-        name="autograd functions",
-        make=zoo.logits(lambda m, x: sum(getattr(m, name)(x) for name in FUNCTIONS), **FUNCTIONS),
-        callback=TRAIN,
-        # Newer torch breaks the graph of "dirty".
-        expect={
-            "train.graphs": 2,
-            "train.fallbacks": 4,
-            "train.diagnostics.eager_calls": dict.fromkeys(("add_in_place", "dirty", "out", "relu_in_place"), 6),
-        }
-        if CAPTURES_WRONGLY
-        else {"train.graphs": 7, "train.graph_breaks": 2},
-        codes=("CC307",) * 4 * CAPTURES_WRONGLY,
-        says="computes wrong gradients if it captures a torch.autograd.Function" * CAPTURES_WRONGLY,
-    ),
-    Case(
-        name="wrong outputs",
-        make=net(relu),
-        callback={**WARN, "passes": [Doubling(torch.ops.aten.relu.default)]},
-        expect=WRONG_TRAIN | WRONG_INFER,
-        codes=("CC302",) * 2,
-        says=SAID,
-    ),
-    Case(
-        name="wrong gradients",
-        make=net(relu),
-        callback={**WARN, "passes": [WrongBackward()]},
-        expect=WRONG_TRAIN,
-        codes=("CC302",),
-        says=SAID,
-    ),
-]
+    Case(name="autograd functions", callback=TRAIN, codes=("CC307",) * 4 * CAPTURES_WRONGLY,
+         make=zoo.logits(lambda m, x: sum(getattr(m, name)(x) for name in FUNCTIONS), **FUNCTIONS),
+         expect={"train.graphs": 2, "train.fallbacks": 4, "train.diagnostics.eager_calls": dict.fromkeys(WRONG, 6)}
+         if CAPTURES_WRONGLY else {"train.graphs": 7, "train.graph_breaks": 2},  # newer torch breaks that of "dirty"
+         says="computes wrong gradients if it captures a torch.autograd.Function" * CAPTURES_WRONGLY),
+    Case(name="wrong outputs", make=net(relu), callback={**WARN, "passes": [Doubling(torch.ops.aten.relu.default)]},
+         expect=WRONG_TRAIN | WRONG_INFER, codes=("CC302",) * 2, says=SAID),
+    Case(name="wrong gradients", make=net(relu), callback={**WARN, "passes": [WrongBackward()]}, expect=WRONG_TRAIN,
+         codes=("CC302",), says=SAID),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -78,9 +62,10 @@ def test_wrong_captures_and_values_do_not_reach_the_run(case):
 
 
 @pytest.mark.filterwarnings("ignore:target 'forward' runs eagerly")  # the Hessian on torch 2.11
-@pytest.mark.parametrize("derivative", zoo.DERIVATIVES)
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_derivatives_within_a_target_are_compared_and_leave_no_transform_active(derivative):
-    eager, points = zoo.Derivatives(zoo.DERIVATIVES[derivative]), torch.randn(5, 2)
+    net, points = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
+    eager = zoo.Calls(net, lambda net, points: derivative(lambda point: net(point)[0], points))
     module = compile_phases(copy.deepcopy(eager))
     torch.testing.assert_close(module(points), eager(points))
     module(points).square().sum().backward()
@@ -133,21 +118,21 @@ def test_frozen_backend_built_under_autocast_is_compared_and_returns_real_tensor
     assert backend.report.infer.verified.startswith("equal")
 
 
-class WritesSubclass(nn.Module):
-    """Writes a tensor subclass, of which a comparison makes no copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("state", TwoTensor(torch.ones(4), torch.ones(4)))
-
-    def forward(self, x):
-        self.state.add_(1)
-        return x * 2
+def writes_subclass(net, x):
+    """Write a tensor subclass, of which a comparison makes no copy."""
+    net.state.add_(1)
+    return x * 2
 
 
 @torch.no_grad()
 def test_verify_raise_raises_if_a_comparison_fails_with_an_error():
-    raising, warning = (compile_phases(WritesSubclass(), verify=verify) for verify in ("raise", "warn"))
+    nets = [nn.Module(), nn.Module()]
+    for net_ in nets:
+        net_.register_buffer("state", TwoTensor(torch.ones(4), torch.ones(4)))
+    raising, warning = (
+        compile_phases(zoo.Calls(net_, writes_subclass), verify=verify)
+        for net_, verify in zip(nets, ("raise", "warn"), strict=True)
+    )
     with pytest.raises(CompileError, match=r"could not be compared with eager in the infer phase: error: RuntimeError"):
         raising(torch.randn(4))
     warning(torch.randn(4))

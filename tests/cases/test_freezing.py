@@ -7,6 +7,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
@@ -23,30 +24,21 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backend
 FREEZING, TRAIN = {"freezing": True}, {"infer_mode": None}
 
 
-def blocks():
-    return zoo.ChangesLayers(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
+def changed(changes, **layers):
+    return lambda: zoo.ChangesLayers(changes, **layers)
 
 
-def parts():
-    return zoo.ChangesLayers(zoo.PART_CHANGES, a=zoo.Turning, b=zoo.Adapted, c=zoo.Late)
-
-
+blocks = changed(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
+parts = changed(zoo.PART_CHANGES, a=zoo.turning, b=zoo.Adapted, c=zoo.Late)
 SHARED = {"train_mode": None, "infer_mode": FREEZING, "baseline_steps": 1, "targets": ["list.net.*"]}
-SAID = "repeated blocks share a graph, but not their weights"
+SAID = {"codes": ("CC204",), "says": "repeated blocks share a graph, but not their weights"}
 CHANGED = {f"train.{name}": ANY for name in ("graphs", "graph_breaks", "recompiles", "diagnostics.eager_calls")}
 WHOLE, EACH = ({**TRAIN, "targets": [targets]} for targets in ("logits", "[abc]"))
 CASES = [
     Case(name="blocks", make=blocks, train=(4,) * 20, callback=WHOLE, expect=CHANGED),
     Case(name="blocks that share a graph", make=blocks, train=(4,) * 12, callback=EACH, expect=CHANGED),
     Case(name="parts", make=parts, train=(4,) * 14, callback=TRAIN, expect=CHANGED),
-    Case(
-        name="frozen blocks",
-        make=zoo.layers,
-        callback=SHARED,
-        expect={"infer.graphs": 3},
-        codes=("CC204",),
-        says=SAID,
-    ),
+    Case(name="frozen blocks", make=zoo.layers, callback=SHARED, expect={"infer.graphs": 3}, **SAID),
 ]
 
 
@@ -135,14 +127,11 @@ class TrainsInPredict(Classifier):
     """Takes an optimizer step in each step of a prediction."""
 
     def predict_step(self, batch, batch_idx):
-        x, y = batch
         with torch.enable_grad():
-            loss = nn.functional.cross_entropy(self.net(x), y)
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
             gradients = torch.autograd.grad(loss, list(self.net.parameters()))
-        with torch.no_grad():
-            for parameter, gradient in zip(self.net.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
-        return self.net(x)
+        torch._foreach_sub_(list(self.net.parameters()), gradients, alpha=0.1)
+        return self.net(batch[0])
 
 
 @pytest.mark.parametrize("baseline_steps", [0, 5])
@@ -161,39 +150,18 @@ def test_a_stage_whose_steps_change_the_weights_runs_unfrozen_after_the_second_r
         assert callback.report.infer.graphs == graphs + 1
 
 
-class Edited(Classifier):
-    """Edits its network before the third batch of a prediction."""
-
-    def __init__(self, net, edit):
-        super().__init__(net)
-        self.edit = edit
-
-    @torch.no_grad()
-    def predict_step(self, batch, batch_idx):
-        if batch_idx == 2:
-            self.edit(self.net).mul_(3)
-        return self.net(batch[0])
+def sparse():
+    linear = nn.Linear(FEATURES, CLASSES)
+    linear.register_buffer("adjacency", (torch.eye(FEATURES) * 2).to_sparse_coo())
+    return zoo.Calls(linear, lambda net, x: net((net.adjacency @ x.t()).t()))
 
 
-class Sparse(nn.Linear):
-    def __init__(self):
-        super().__init__(FEATURES, CLASSES)
-        self.register_buffer("adjacency", (torch.eye(FEATURES) * 2).to_sparse_coo())
-
-    def forward(self, x):
-        return super().forward((self.adjacency @ x.t()).t())
-
-
-class Subclass(nn.Linear):
-    """Its weight is a tensor subclass."""
-
-    def __init__(self):
-        super().__init__(FEATURES, CLASSES)
-        weight = self.weight.detach()
-        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-
-    def forward(self, x):
-        return super().forward(x).a
+def subclass():
+    """The weight is a tensor subclass."""
+    linear = nn.Linear(FEATURES, CLASSES)
+    weight = linear.weight.detach()
+    linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    return zoo.Calls(linear, lambda net, x: net(x).a)
 
 
 def lazy():
@@ -202,24 +170,29 @@ def lazy():
 
 # torch compiles no graph with sparse tensors
 @pytest.mark.filterwarnings("ignore:target 'net' ran in the infer phase without a compiled graph")
-@pytest.mark.filterwarnings("ignore:freezing has no effect on target 'net' in the infer phase. 'adjacency'")
+@pytest.mark.filterwarnings("ignore:freezing has no effect on target 'net' in the infer phase. 'net.adjacency'")
 @pytest.mark.filterwarnings("ignore:TwoTensor does not implement _stable_hash_for_caching")
 @pytest.mark.parametrize(
     ("make", "edit", "message"),
     [
         (lazy, lambda net: net[0].weight, "'0.weight'"),
-        (Sparse, lambda net: net.adjacency, "'adjacency'"),
-        (Subclass, lambda net: net.bias, "'weight' is a tensor subclass"),
+        (sparse, lambda net: net.net.adjacency, "'net.adjacency'"),
+        (subclass, lambda net: net.net.bias, "'net.weight' is a tensor subclass"),
     ],
 )
 def test_other_kinds_of_weights_predict_as_eager_and_are_not_frozen(make, edit, message):
+    def edit_before_third_batch(trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            edit(pl_module.net).mul_(3)
+
     def predictions(*callbacks):
         torch.manual_seed(1)  # lazy weights are initialized in the first call
-        return torch.cat(trainer(*callbacks).predict(Edited(make(), edit), loader(4)))
+        edits = LambdaCallback(on_predict_batch_start=edit_before_third_batch)
+        return torch.cat(trainer(*callbacks, edits, inference_mode=False).predict(Classifier(make()), loader(4)))
 
     callback = frozen(None, targets="net")
     with pytest.warns(CompileWarning, match=f"freezing has no effect.*{message}"):
         ours = predictions(callback)
     torch.testing.assert_close(ours, predictions(), **FLOAT32)
-    if make is not Sparse:
+    if make is not sparse:
         assert (callback.report.infer.graphs, callback.report.infer.fallbacks) == (1, 0)

@@ -13,20 +13,43 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import InductorCompile
+from tests.cases import zoo
 from tests.cases.case import Case, check, net
-from tests.cases.zoo import Annealed, Changes, Checkpointed, Forward, Words, blocks, breaks, divides, smooth, words
+from tests.cases.zoo import Calls, Words, blocks, smooth, words
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
 
-def case(name, make, train, graphs, eager_calls=0, *, baseline_steps=0, epochs=1, expect=(), **callback):
+def case(name, make, train, graphs, eager_calls=0, *, baseline_steps=0, epochs=1, expect=(), others=list, **callback):
     """A case that trains only, and whose graphs but the first one are recompiles of the target ``net``."""
     callback = {"infer_mode": None, "targets": "net", "baseline_steps": baseline_steps, **callback}
     calls = {"net": eager_calls} if eager_calls else {}
     counts = {"train.graphs": graphs, "train.recompiles": graphs - 1, "train.diagnostics.eager_calls": calls}
     return Case(name=name, make=make, train=train, validation=None, predict=None, trainer={"max_epochs": epochs},
-                callback=callback, expect=counts | dict(expect))  # fmt: skip
+                callback=callback, expect=counts | dict(expect), others=others)  # fmt: skip
+
+
+def scaled(requires_grad=True):
+    """A function that makes a module whose network multiplies by a number."""
+
+    def make():
+        net = Calls(smooth().requires_grad_(requires_grad), lambda net, x: net[2](net[:2](x) * net.scale))
+        net.net[2].requires_grad_(True)
+        net.net.scale = 2
+        return Classifier(net)
+
+    return make
+
+
+def before_step_6(change):
+    """A function that makes the callback that changes the network there."""
+
+    def on_train_batch_start(trainer, pl_module, batch, batch_idx):
+        if batch_idx == 6:
+            change(pl_module.net.net)
+
+    return lambda: [LambdaCallback(on_train_batch_start=on_train_batch_start)]
 
 
 # torch would compile batch size 1 separately, which comes twice and runs eagerly
@@ -47,15 +70,16 @@ CASES = [
     case("two sizes", Classifier, (4, 4, 4, 4, 3), 2, 7, baseline_steps=10, epochs=10),
     case("five sizes", Classifier, (4,) + (4, 3) * 10 + (4, 3, 5, 6, 7) * 6, 3, 14),
     case("fewer than eight misses in 100 calls", net(smooth), ((4,) * 14 + (3,)) * 10, 1, 10),
-    case("unfrozen", lambda: Changes("unfreeze"), (4,) * 20, 2, 7, baseline_steps=2),
-    case("another number", lambda: Changes("number"), (4,) * 20, 2, 7, baseline_steps=2),
-    case("two floats and two sizes", lambda: Annealed(Forward(divides, smooth())), (8,) * 12 + (8, 3) * 26, 4, 21,
-         baseline_steps=2),
+    case("unfrozen", scaled(requires_grad=False), (4,) * 20, 2, 7, baseline_steps=2,
+         others=before_step_6(lambda net: net.requires_grad_(True))),
+    case("another number", scaled(), (4,) * 20, 2, 7, baseline_steps=2,
+         others=before_step_6(lambda net: setattr(net, "scale", 3))),
+    case("two floats and two sizes", zoo.annealed, (8,) * 12 + (8, 3) * 26, 4, 21, baseline_steps=2),
     # These must be compiled at once.
-    case("checkpoint", lambda: Checkpointed(smooth()), TWO_SIZES, 2),
+    case("checkpoint", lambda: zoo.CallsInTraining(smooth(), zoo.in_checkpoint), TWO_SIZES, 2),
     case("fullgraph", net(smooth), TWO_SIZES, 2, train_mode={"fullgraph": True}),
     case("equal blocks", net(blocks), TWO_SIZES, 4, targets="net.*"),
-    case("a graph break counts once", lambda: Classifier(Forward(breaks, smooth())), (4,) * 5 + (3,) * 12, 4, 7,
+    case("a graph break counts once", lambda: Classifier(Calls(smooth(), zoo.breaks)), (4,) * 5 + (3,) * 12, 4, 7,
          expect={"train.graph_breaks": 1, "train.recompiles": 4}),
 ]  # fmt: skip
 

@@ -45,6 +45,13 @@ def is_sparse(net, x):
     return output.to_dense()
 
 
+def counts_calls():
+    """Count calls in Python, in a hook, and in a batch norm."""
+    net = zoo.Counting(Wrapper.forward)
+    net.net.register_forward_hook(lambda *_: net.sizes.append(0))
+    return net
+
+
 def case(name, module, run=lambda net, x: net(x), **fields):
     """A case whose steps call a module with a function."""
     fields = {"validation": None, "predict": None} | fields
@@ -69,34 +76,22 @@ def transformed(transform, **expect):
 
 CASES = [
     case("one input three times", lambda: nn.MultiheadAttention(FEATURES, 2, batch_first=True), attends),
-    case(
-        "a view of a batch, and one tensor under two names",
-        tokens,
-        reads_tokens,
-        callback={"targets": ["net.0", "net.1"]},
-        expect={"train.graphs": 2},
-    ),
-    case(
-        "sparse output",
-        lambda: zoo.Calls(mlp(), lambda net, x: net(x).to_sparse()),
-        is_sparse,
-        expect={"train.graph_breaks": 1},
-    ),
-    case("calls", zoo.CountsCalls, train=(4, 5, 6), expect={"train.graphs": 3, "train.recompiles": 2}),
-    # If Dynamo skips the caller, it compiles the forward of an inner wrapper separately; those of torch.nn it does not.
-    case(
-        "positions",
-        lambda: zoo.Positions(Wrapper()),
-        lambda net, x: net(x, torch.tensor(3)),
-        expect={"train.graph_breaks": 1, "train.graphs": ...},
-    ),
+    case("a view of a batch, and one tensor under two names", tokens, reads_tokens,
+         callback={"targets": ["net.0", "net.1"]}, expect={"train.graphs": 2}),
+    case("sparse output", lambda: zoo.Calls(mlp(), lambda net, x: net(x).to_sparse()), is_sparse,
+         expect={"train.graph_breaks": 1}),
+    case("calls", counts_calls, train=(4, 5, 6), expect={"train.graphs": 3, "train.recompiles": 2}),
+    # No graph computes with the value of a tensor. If Dynamo skips the caller, it compiles the forward of an inner
+    # wrapper separately; those of torch.nn it does not.
+    case("positions", lambda: zoo.Calls(Wrapper(), lambda net, x, length: net(x) + torch.arange(0, length)),
+         lambda net, x: net(x, torch.tensor(3)), expect={"train.graph_breaks": 1, "train.graphs": ...}),
     wrong("checkpoint, wrong in a later call", lambda: zoo.around(nn.ReLU()), 5),
     wrong("checkpoint, wrong behind a graph break", zoo.breaking, **{"train.fallbacks": 2}),
     # Calls that are not transformed are compiled.
     transformed(zoo.per_sample_gradients),
     transformed(zoo.vmapped, **{"train.graphs": 0}),
     transformed(zoo.directional, **{"train.graphs": 0}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", CASES, ids=str)

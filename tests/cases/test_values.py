@@ -8,6 +8,7 @@ import functools
 import lightning.pytorch.callbacks as lightning_callbacks
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.eval_frame import TorchPatcher
 from torch.distributions import Distribution
 
@@ -48,6 +49,9 @@ def validation(of_arguments, after=None):
 
 ONLY_TRAIN = {"validation": None, "predict": None, "callback": {"infer_mode": None}}
 BASELINE = ONLY_TRAIN | {"train": (4,) * 24, "callback": {"baseline_steps": 10, "infer_mode": None}}
+RECURRENT = zoo.logits(
+    lambda m, x: m.net(m.rnn(x[:, None])[0][:, 0]), rnn=lambda: nn.GRU(8, 8, batch_first=True), net=zoo.linear()
+)
 CASES = [
     *in_columns(Case(name="mlp")),
     Case(name="accumulated gradients", trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
@@ -72,8 +76,7 @@ CASES = [
     Case(name="step", make=zoo.PlainStep, callback={"targets": ["training_step"], "infer_mode": None}),
     Case(name="tensor subclass", make=net(zoo.tensor_subclass), expect={"train.verified": "outputs only 1"}),
     Case(name="swapped weights", make=zoo.SwapsWeights, predict=None, trainer={"inference_mode": True}),
-    Case(name="rnn", make=zoo.Recurrent, expect={"train.targets": ["net"]}, **BASELINE),
-    Case(name="methods", make=zoo.CallsMethods, expect={"train.targets": ["net.encode"]}, **BASELINE),
+    Case(name="rnn", make=RECURRENT, expect={"train.targets": ["net"]}, **BASELINE),
 ]
 
 
@@ -91,12 +94,11 @@ RAGGED = {
 EAGER = eager_calls({"net": 2}, {"net": 3})  # too few calls have the size of the last batches for a second graph
 FREEZING = {"train_mode": {"options": SAME_DROPOUT}, "infer_mode": {"options": {"freezing": True}}, "targets": "net"}
 GENERATED = [
-    Case(
-        name="convolutions", make=net(zoo.convolutions), callback=FREEZING, expect=EAGER | {"infer.graphs": 2}, **RAGGED
-    ),
+    Case(name="convolutions", make=net(zoo.convolutions), callback=FREEZING, expect=EAGER | {"infer.graphs": 2},
+         **RAGGED),
     Case(name="two heads", make=zoo.TwoHeads, callback={"targets": "net"}, expect=EAGER, **RAGGED),
     Case(name="transformer", make=net(zoo.transformer), callback={"targets": "net"}, expect=EAGER, **RAGGED),
-]
+]  # fmt: skip
 
 
 @pytest.mark.codegen

@@ -22,7 +22,7 @@ import torch
 import torch._inductor.graph
 from torch import nn
 from torch.distributions import Normal
-from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import cross_entropy
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -56,17 +56,16 @@ def transformer() -> nn.Module:
     return nn.Sequential(*before, encoder, nn.Flatten(), nn.Linear(96, CLASSES))
 
 
-class Heads(Wrapper):
-    """Returns a mapping of two outputs."""
-
-    def forward(self, x):
-        features = self.net(x)
-        return {"a": features, "b": features[:, :2].exp()}
+def two_heads(net, x):
+    features = net(x)
+    return {"a": features, "b": features[:, :2].exp()}
 
 
 class TwoHeads(Classifier):
+    """The target returns a mapping of two outputs."""
+
     def __init__(self):
-        super().__init__(Heads())
+        super().__init__(Calls(mlp(), two_heads))
 
     def forward(self, x):
         out = self.net(x)
@@ -117,47 +116,10 @@ class SwapsWeights(Classifier):
 
     def validation_step(self, batch, batch_idx):
         own = [weight.detach().clone() for weight in self.net.parameters()]
-        for weight in self.net.parameters():
-            weight.data.mul_(2)
-        self.validation_outputs.append(self.net(batch[0]))
-        for weight, value in zip(self.net.parameters(), own, strict=True):
-            weight.data.copy_(value)
-        self.validation_outputs.append(self.net(batch[0]))
-
-
-class Recurrent(Classifier):
-    def __init__(self):
-        super().__init__(nn.Linear(8, CLASSES))
-        self.rnn = nn.GRU(FEATURES, 8, batch_first=True)
-
-    def logits(self, x):
-        return self.net(self.rnn(x[:, None])[0][:, 0])
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(FEATURES, CLASSES), []
-
-    def encode(self, x):
-        return self.linear(x)
-
-    @functools.lru_cache  # noqa: B019
-    def mask(self, size):
-        self.calls.append(size)
-        return torch.ones(size, 1)
-
-
-class CallsMethods(Classifier):
-    """Calls a method that is a target and keeps its name, and one that Python caches."""
-
-    def __init__(self):
-        super().__init__(Encoder())
-
-    def logits(self, x):
-        method = self.net.encode
-        assert (method.__name__, method.__self__) == ("encode", self.net)
-        return self.net.mask(len(x)) * method(x)
+        for factor in (2, 0):
+            for weight, value in zip(self.net.parameters(), own, strict=True):
+                weight.data.copy_(factor * value if factor else value)
+            self.validation_outputs.append(self.net(batch[0]))
 
 
 class TwoParts(Classifier):
@@ -177,26 +139,20 @@ class TwoParts(Classifier):
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-class Named(Wrapper):
-    """Takes a string, for whose values torch compiles separate graphs until it reaches its limit."""
-
-    def forward(self, x, name="a"):
-        y = self.net(x)
-        return y * 2 if name == "two" else y
-
-
 class CallsTwice(Classifier):
-    """Calls its network twice in each training step, the second time always with the same kind of input."""
+    """Calls its network twice in each training step, the second time always with the same kind of input.
+
+    The network takes a string, for whose values torch compiles separate graphs until it reaches its limit.
+    """
 
     def __init__(self, first_call):
-        super().__init__(Named())
+        super().__init__(Calls(mlp(), lambda net, x, name="a": net(x) * 2 if name == "two" else net(x)))
         self.first_call = first_call
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         size, name = self.first_call(batch_idx)
-        loss = nn.functional.cross_entropy(self.net(x[:size], name), y[:size])
-        loss = loss + nn.functional.cross_entropy(self.net(x), y)
+        loss = cross_entropy(self.net(x[:size], name), y[:size]) + cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
         return loss
 
@@ -231,22 +187,11 @@ class Force(nn.Module):
 # ------------------------------------------------------------------------------------------ shapes and recompiles
 
 
-class Forward(Wrapper):
-    """Runs a function of itself and its inputs as ``forward``."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], net: nn.Module | None = None) -> None:
-        super().__init__(net)
-        self.function = function
-
-    def forward(self, *inputs):
-        return self.function(self, *inputs)
-
-
 class Words(Classifier):
     """Trains on dictionaries of words and a number of repetitions, and tells the marks that tensors keep."""
 
     def __init__(self) -> None:
-        super().__init__(Forward(repeats, nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, CLASSES))))
+        super().__init__(Calls(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, CLASSES)), repeats))
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch, batch_idx):
@@ -262,7 +207,7 @@ class Words(Classifier):
 
 
 def repeats(net, batch, times):
-    return net.net[1](net.net[0](batch["words"]).repeat(1, times, 1).mean(1))
+    return net[1](net[0](batch["words"]).repeat(1, times, 1).mean(1))
 
 
 def words(*sizes: tuple[int, int], times: tuple[int, ...] = (1,)) -> Callable[[], DataLoader]:
@@ -276,49 +221,17 @@ def words(*sizes: tuple[int, int], times: tuple[int, ...] = (1,)) -> Callable[[]
     return make
 
 
-class Changes(Classifier):
-    """Unfreezes a weight of its network or changes a number of it in step 6."""
-
-    def __init__(self, change: str) -> None:
-        scaled: Any = Forward(scales)
-        super().__init__(nn.Sequential(scaled, nn.Identity()))
-        self.change, scaled.scale = change, 2
-        scaled.net[0].requires_grad_(change != "unfreeze")
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 6:
-            self.net[0].net[0].requires_grad_(True)
-            self.net[0].scale = 3 if self.change == "number" else 2
-        return super().training_step(batch, batch_idx)
-
-
-def scales(net, x):
-    return net.net(x) * net.scale
-
-
 def breaks(net, x):
-    hidden = net.net[:2](x)
+    hidden = net[:2](x)
     torch._dynamo.graph_break()
-    return net.net[2:](hidden)
+    return net[2:](hidden)
 
 
-class Checkpointed(Classifier):
-    def logits(self, x):
-        return checkpoint(self.net, x.requires_grad_(), use_reentrant=False)
-
-
-class Annealed(Classifier):
+def annealed() -> Classifier:
     """Passes another float in each step."""
-
-    temperature = 1.0
-
-    def logits(self, x):
-        self.temperature += 0.37
-        return self.net(x, self.temperature)
-
-
-def divides(net, x, temperature=1.0):
-    return torch.tanh(net.net(x) / temperature)
+    temperatures = itertools.count(1.37, 0.37)
+    net = Calls(smooth(), lambda net, x, temperature=1.0: torch.tanh(net(x) / temperature))
+    return CallsInTraining(net, lambda net, x: net(x, next(temperatures)))
 
 
 def smooth() -> nn.Module:
@@ -334,7 +247,7 @@ def blocks() -> nn.Module:
 
 def item(net, x):
     """Multiplies by a number of a tensor, which breaks the graph. It is always 2, so that torch does not recompile."""
-    return net.net(x * (1 + x.sign().max().item()))
+    return net(x * (1 + x.sign().max().item()))
 
 
 def several_breaks(net, x):
@@ -342,14 +255,15 @@ def several_breaks(net, x):
     x = x * (1 + x.abs().max().item())
     torch._dynamo.graph_break()
     x = x - x[x > 0].mean()
-    return net.net(x + torch.arange((x[:, 0] > -100).sum()).sum())
+    return net(x + torch.arange((x[:, 0] > -100).sum()).sum())
 
 
-class Counting(Forward):
-    """Counts its calls in an attribute, a list and a plain tensor, and then runs the function."""
+class Counting(Wrapper):
+    """Counts its calls in an attribute, a list and a plain tensor, and then runs the function of itself."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__(function)
+        super().__init__()
+        self.function = function
         self.calls, self.sizes, self.total = 0, [], torch.zeros(1)
         self.blocks = nn.Sequential(*[Wrapper(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) for _ in range(4)])
 
@@ -395,31 +309,27 @@ class Skipping(Classifier):
     """Skips the batches for which its network raises, between two layers or behind a graph break."""
 
     def __init__(self, breaks: bool) -> None:
-        super().__init__(Forward(_raises_for_bad_batches))
-        self.skipped, self.net.bad, self.net.breaks, self.net.last = 0, False, breaks, nn.Linear(CLASSES, CLASSES)  # type: ignore[assignment]
-        self.net.register_buffer("calls", torch.zeros(()))
+        net = nn.Sequential(mlp(), nn.Linear(CLASSES, CLASSES))
+        net.register_buffer("calls", torch.zeros(()))
+        super().__init__(Calls(net, self.run))
+        self.skipped, self.bad, self.breaks = 0, False, breaks
+
+    def run(self, net, x):
+        net.calls.add_(1)
+        hidden = net[0](x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        if self.bad:
+            raise BatchError("a bad batch")
+        return net[1](hidden)
 
     def training_step(self, batch, batch_idx):
-        self.net.bad = batch_idx in (0, 20, 30)
+        self.bad = batch_idx in (0, 20, 30)
         try:
             return super().training_step(batch, batch_idx)
         except BatchError:
             self.skipped += 1
             return None
-
-
-def _raises_for_bad_batches(net, x):
-    net.calls.add_(1)
-    hidden = net.net(x)
-    if net.breaks:
-        torch._dynamo.graph_break()
-    if net.bad:
-        raise BatchError("a bad batch")
-    return net.last(hidden)
-
-
-def nested() -> nn.Module:
-    return nn.Sequential(*[Wrapper(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh())) for _ in range(12)], mlp())
 
 
 RANDOM = random.Random(7)
@@ -429,11 +339,6 @@ _cached = functools.lru_cache(lambda: [0])  # returns a list, which the calls ch
 def _default(calls=[]):  # noqa: B006
     calls.append(1)
     return len(calls)
-
-
-def _class_attribute(net):
-    type(net).count += 1
-    return 1 + 0.01 * type(net).count
 
 
 def _lru_cache(net):
@@ -461,16 +366,12 @@ def _draws_once(net):
 
 PYTHON_STATE = {
     "full deque": _full_deque,
-    "class attribute": _class_attribute,
     "default argument": lambda net: 1 + 0.01 * _default(),
     "lru_cache": _lru_cache,
-    "random.uniform": lambda net: random.uniform(0.5, 1.5),
     "random.sample": lambda net: 1 + 0.1 * random.sample(range(10), 1)[0],
-    "Random": lambda net: 1 + 0.1 * net.random.random(),
     "sample of Random": lambda net: 1 + 0.1 * net.random.sample(range(10), 1)[0],
     # torch 2.11 replays no draw, and breaks the graph only if Python computes with the number
     "global Random": lambda net: RANDOM.uniform(0.5, 1.5),
-    "numpy.random": lambda net: 1 + 0.1 * np.random.rand(),
     "numpy.normal": lambda net: torch.from_numpy(np.random.normal(size=(CLASSES,)).astype("float32")),
     "numpy's generator": lambda net: 1 + 0.1 * net.numpy_generator.random(),
     "torch's generator": lambda net: 1 + 0.1 * torch.rand((), generator=net.torch_generator),
@@ -482,15 +383,12 @@ PYTHON_STATE = {
 class PythonState(nn.Module):
     """A linear layer whose output is scaled by the state of one kind, so that stale state changes the losses."""
 
-    count = 0
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear, self.kind = nn.Linear(FEATURES, CLASSES), kind
         self.calls, self.deque, self.drawn = 0, collections.deque(maxlen=3), None
         self.random, self.numpy_generator = random.Random(7), np.random.default_rng(7)
         self.torch_generator = torch.Generator().manual_seed(7)
-        PythonState.count = 0
         _default.__defaults__[0].clear()  # type: ignore[index]
         _cached.cache_clear()
         RANDOM.seed(7)
@@ -501,7 +399,7 @@ class PythonState(nn.Module):
     def state(self) -> str:
         of_torch = self.torch_generator.get_state().tolist()
         own = self.random.getstate(), self.numpy_generator.bit_generator.state, of_torch
-        return str((self.deque, self.count, _default.__defaults__, _cached(), RANDOM.getstate(), *own))
+        return str((self.deque, _default.__defaults__, _cached(), RANDOM.getstate(), *own))
 
 
 class DrawsBetween(Classifier):
@@ -510,9 +408,9 @@ class DrawsBetween(Classifier):
     def __init__(self, kind: str) -> None:
         super().__init__(PythonState(kind))
 
-    def training_step(self, batch, batch_idx):
+    def logits(self, x):
         random.random()
-        return super().training_step(batch, batch_idx)
+        return self.net(x)
 
     def on_fit_end(self):
         self.after = self.net.state()
@@ -567,6 +465,10 @@ class Parts(Wrapper):
     def generate(self, x):
         return self.net(x).sum() + self(x)
 
+    @functools.lru_cache  # noqa: B019
+    def mask(self, size):
+        return torch.ones(size, 1)
+
 
 class WithParameters(MeanMetric):
     """A metric with a network, as LPIPS and FID are."""
@@ -581,8 +483,10 @@ class WithParameters(MeanMetric):
 
 def call_in_all_ways(m, x):
     """Call a module, a forward, a method that calls its module, methods, a module before its part, and in a child."""
-    out = m.net(x) + m.inside.forward(x) + m.own.generate(x) + m.split.decode(m.scale(m.split.encode(x)))
-    out = out + m.before(x) + m.before.net(x).sum() + m.outer.net(x)
+    encode = m.split.encode
+    assert (encode.__name__, encode.__self__) == ("encode", m.split)
+    out = m.net(x) + m.inside.forward(x) + m.own.generate(x) + m.split.decode(m.scale(encode(x)))
+    out = m.split.mask(len(x)) * out + m.before(x) + m.before.net(x).sum() + m.outer.net(x)
     m.metric(out)  # is no target; counts each sample once
     return out
 
@@ -591,20 +495,16 @@ CALLED = dict.fromkeys(("net", "inside", "own", "split", "before"), Parts)
 called = logits(call_in_all_ways, **CALLED, outer=Wrapper, scale=nn.Softplus, metric=WithParameters)
 
 
-class CompiledByUser(Classifier):
+def compiled_by_user():
     """Calls its network in a function that the user compiled, and counts the compiles."""
 
-    def __init__(self):
-        super().__init__()
-        self.compiles = []
-        self.function = torch.compile(lambda net, x: net(x) * 2, backend=self.backend)
-
-    def backend(self, graph, inputs):
-        self.compiles.append(len(inputs))
+    def backend(graph, inputs):
+        module.compiles.append(len(inputs))
         return graph
 
-    def logits(self, x):
-        return self.function(self.net, x)
+    module = CallsInTraining(mlp(), torch.compile(lambda net, x: net(x) * 2, backend=backend))
+    module.compiles = []
+    return module
 
 
 def twice(method):
@@ -615,25 +515,20 @@ class Patched(Logits):
     """Replaces methods of its parts by closures and a method, before the run and in a step; they must stay there."""
 
     def __init__(self):
-        super().__init__(net=Parts, second=Parts, third=Parts)
-        self.patched = {}
-        self.patch(self.net, "forward", twice(self.net.forward))
-        self.patch(self.second, "decode", types.MethodType(lambda self, x: 2 * self.head(x), self.second))
-
-    def patch(self, part, method, function):
-        setattr(part, method, function)
-        self.patched[part] = function
+        super().__init__(lambda m, x: m.net(x) + sum(part.decode(part.encode(x)) for part in (m.second, m.third)))
+        self.net, self.second, self.third = Parts(), Parts(), Parts()
+        method = types.MethodType(lambda self, x: 2 * self.head(x), self.second)
+        self.net.forward, self.second.decode = self.own = [twice(self.net.forward), method]
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 3:
-            self.patch(self.third, "decode", twice(self.third.decode))
+            self.third.decode = twice(self.third.decode)
+            self.own.append(self.third.decode)
         return super().training_step(batch, batch_idx)
 
-    def logits(self, x):
-        return self.net(x) + sum(part.decode(part.encode(x)) for part in (self.second, self.third))
-
     def teardown(self, stage):
-        assert all(any(value is f for value in vars(part).values()) for part, f in self.patched.items())
+        parts = zip((self.net, self.second, self.third), self.own, strict=True)
+        assert all(any(value is own for value in vars(part).values()) for part, own in parts)
 
 
 class Asynchronous(Wrapper):
@@ -658,15 +553,15 @@ class Unsupported(Logits):
         return self.net(x) + asyncio.run(self.waits(x)) + asyncio.run(self.encodes.encode(x))
 
 
-class Skipped(Wrapper):
-    """Torch compiles only the last of its layers."""
+@torch.compiler.disable
+def _features(net, x):
+    return net[:-1](x)
 
-    @torch.compiler.disable
-    def features(self, x):
-        return self.net[:-1](x)
 
-    def forward(self, x):
-        return self.net[-1](self.features(x))
+def skips():
+    """Torch compiles only the last of nine layers."""
+    layers = (nn.Linear(FEATURES, FEATURES) for _ in range(9))
+    return Calls(nn.Sequential(*layers), lambda net, x: net[-1](_features(net, x)))
 
 
 class Replaces(Logits):
@@ -680,12 +575,6 @@ class Replaces(Logits):
             self.net, self.second[3] = mlp(), nn.Linear(16, CLASSES)
             self.moved, self.third = self.third, None
             self.trainer.strategy.setup_optimizers(self.trainer)
-
-
-def parts_with_head():
-    parts = Wrapper()
-    parts.head = nn.Linear(CLASSES, CLASSES)
-    return parts
 
 
 def call_later(m, x):
@@ -732,11 +621,6 @@ class CallsInHooks(Logits):
         self.in_hook(torch.zeros(1, CLASSES))
 
 
-class PredictsPart(Classifier):
-    def predict_step(self, batch, batch_idx):
-        return self.net[0](batch[0])
-
-
 def adapt(m, x):
     """Train a shallow copy of a network with another head, as meta-learning does."""
     fast, head = copy.copy(m.net), copy.deepcopy(m.net[3])
@@ -756,10 +640,6 @@ def under_two_names():
 # ------------------------------------------------------------------------------------------ captures
 
 
-def multiply_out(product, x, w):
-    return torch.mul(x, w, out=product)
-
-
 def multiply_by_index(product, x, w):
     product[:] = x * w
     return product
@@ -767,7 +647,7 @@ def multiply_by_index(product, x, w):
 
 MULTIPLY = {
     "add in place": lambda product, x, w: operator.iadd(product, x * w),
-    "out": multiply_out,
+    "out": lambda product, x, w: torch.mul(x, w, out=product),
     "relu in place": lambda product, x, w: nn.functional.relu(product.add(x * w), True),
     "index": multiply_by_index,
     "new tensor": lambda product, x, w: x * w,
@@ -775,7 +655,7 @@ MULTIPLY = {
 
 
 @functools.cache
-def class_of(how):
+def multiply(how):
     class Multiply(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, w):
@@ -787,19 +667,13 @@ def class_of(how):
             x, w = ctx.saved_tensors
             return gradient * w, (gradient * x).sum(0)
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.ones(FEATURES))
-
-        def forward(self, x):
-            return Multiply.apply(self.layer(x), self.scale)
-
-    return Net
+    return Multiply
 
 
 def function_that(how):
-    return class_of(how)()
+    net, function = nn.Linear(FEATURES, FEATURES), multiply(how)
+    net.scale = nn.Parameter(torch.ones(FEATURES))
+    return Calls(net, lambda net, x: function.apply(net(x), net.scale))
 
 
 class Triple(torch.autograd.Function):
@@ -820,24 +694,6 @@ class MarksDirty(nn.Linear):
         y = super().forward(x)
         Triple.apply(y)
         return y * y
-
-
-class Derivatives(Wrapper):
-    """Differentiates its network with respect to the input, as physics-informed networks do."""
-
-    def __init__(self, derivative):
-        super().__init__(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
-        self.derivative = derivative
-
-    def forward(self, points):
-        return self.derivative(lambda point: self.net(point)[0], points)
-
-
-DERIVATIVES = {
-    "laplacian": lambda f, points: vmap(hessian(f))(points).diagonal(dim1=1, dim2=2).sum(1),
-    "second": lambda f, points: vmap(lambda point: jvp(grad(f), (point,), (torch.ones_like(point),))[1])(points),
-    "jacobian": lambda f, points: vmap(jacfwd(f))(points),
-}
 
 
 # ------------------------------------------------------------------------------------------ freezing
@@ -882,22 +738,20 @@ BLOCK_CHANGES = [
 ]
 
 
-class Turning(Wrapper):
-    """Freezes or thaws its second layer in each call, behind a graph break."""
+@torch.compiler.disable
+def _turn(net):
+    net[1].requires_grad_(not net[1].weight.requires_grad)
 
-    def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)))
-        self.calls = 0
 
-    @torch.compiler.disable
-    def turn(self):
-        self.calls += 1
-        self.net[1].requires_grad_(self.calls % 2 == 0)
+def turns(net, x):
+    """Freeze or thaw the second layer in each call, behind a graph break."""
+    x = net[0](x)
+    _turn(net)
+    return net[1](x)
 
-    def forward(self, x):
-        x = self.net[0](x)
-        self.turn()
-        return self.net[1](x)
+
+def turning() -> nn.Module:
+    return Calls(nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(2))), turns)
 
 
 class Adapted(nn.Module):
@@ -942,14 +796,14 @@ PART_CHANGES = [
 
 
 class Calls(nn.Module):
-    """Calls a module with a function, ``run(net, x)``."""
+    """Calls a module with a function, ``run(net, *inputs)``."""
 
     def __init__(self, net, run=lambda net, x: net(x)):
         super().__init__()
         self.net, self.run = net, run
 
-    def forward(self, x):
-        return self.run(self.net, x)
+    def forward(self, *inputs):
+        return self.run(self.net, *inputs)
 
 
 class CallsInTraining(Classifier):
@@ -986,14 +840,6 @@ def critic(net, x, y):
     """The loss of a critic: norms of gradients of inputs."""
     (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     return (gradient.norm(dim=1) - 1).square().mean()
-
-
-def equation(net, x, y):
-    """The loss of a differential equation: first and second derivatives."""
-    out = net(x)
-    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
-    return cross_entropy(out, y) + (second + first).square().mean()
 
 
 def meta(net, x, y):
@@ -1034,12 +880,6 @@ class Repeated(Classifier):
         return loss
 
 
-class BackwardTwice(Repeated):
-    def backward(self, loss):
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-
 class Physics(Repeated):
     """Its forward differentiates the output of its network, as a physics-informed network does."""
 
@@ -1070,27 +910,6 @@ def language_model(net, tokens):
         return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     return loss_of(input_ids=tokens, labels=tokens)
-
-
-class CountsCalls(Wrapper):
-    """Counts its calls in Python, in a hook, and in a batch norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.queue, self.seen = 0, [], []
-        self.net.register_forward_hook(lambda *_: self.seen.append(0))
-
-    def forward(self, x):
-        self.calls += 1
-        self.queue.append(len(x))
-        return self.net(x)
-
-
-class Positions(Wrapper):
-    """Computes with the value of a tensor, which a graph cannot: torch ends the graph there."""
-
-    def forward(self, x, length):
-        return self.net(x) + torch.arange(0, length)
 
 
 def vmapped(net, x):
