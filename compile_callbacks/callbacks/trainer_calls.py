@@ -100,7 +100,7 @@ class TrainerCalls:
             if refused := unsupported_reason(pl_module, arguments.configs):
                 raise MisconfigurationException(with_code("CC802", refused))
             # Lightning's `is_overridden` raises for a module of the package pytorch_lightning.
-            is_lightnings = type(pl_module).backward.__module__.startswith(("lightning.", "pytorch_lightning."))
+            is_lightnings = pl_module.backward.__module__.startswith(("lightning.", "pytorch_lightning."))
             keeps_graph = not (pl_module.automatic_optimization and is_lightnings)
             settings = dataclasses.replace(arguments.target_settings, keeps_graph=keeps_graph)
             session = self.session = Session(

@@ -34,10 +34,20 @@ def manual(make, first=2):
     return lambda: zoo.Repeated(zoo.kept, make(), manual=True, first=first)
 
 
+def backward_twice(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 class BackwardTwice(Classifier):
     def backward(self, loss):
-        loss.backward(retain_graph=True)
-        loss.backward()
+        backward_twice(loss)
+
+
+def backward_of_instance():
+    module = Classifier(zoo.normalized())
+    module.backward = backward_twice
+    return module
 
 
 BROKEN = {"train.graphs": 2, "train.graph_breaks": 1}
@@ -49,6 +59,7 @@ KEPT = [
     # The eager steps show that the graph is kept.
     keeps("baseline", lambda: zoo.Repeated(zoo.kept, zoo.normalized()), callback={"baseline_steps": 2}),
     keeps("twice", lambda: BackwardTwice(zoo.normalized())),
+    keeps("twice by an instance", backward_of_instance),
     keeps("physics-informed", zoo.Physics, callback={"targets": None, "baseline_steps": 2}, train=(4,) * 12,
           expect={"train.graphs": 0, "train.fallbacks": ..., "train.diagnostics.eager_calls": ...},
           codes=("CC303",) * 2),

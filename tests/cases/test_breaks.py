@@ -219,8 +219,8 @@ def test_auto_sets_nothing_that_lets_torch_guess_a_size(monkeypatch, meets, wher
     """The result depends on whether one row is selected, except of the last function."""
     healed = "dynamo={'capture_dynamic_output_shape_ops': True}"
     Times(monkeypatch, train=MS | {healed: 5_000})
-    make = net(Forward, lambda net, x: meets(h := net.net(x), (h[:, 0] > -100).nonzero()))
-    train, trials = auto(make=make)
+    run = Calls(mlp(), lambda net, x: meets(h := net(x), (h[:, 0] > -100).nonzero()))
+    train, trials = auto(make=lambda: Classifier(run))
     assert train.mode == (healed if where is None else "default")
     if where is not None:
         assert trials[healed]["verdict"] == "failed"
