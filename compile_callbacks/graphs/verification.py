@@ -29,7 +29,7 @@ from compile_callbacks.graphs.accuracy import (
     tolerance,
 )
 from compile_callbacks.graphs.failures import EagerFallback
-from compile_callbacks.graphs.snapshot import RandomState
+from compile_callbacks.graphs.snapshot import RandomState, Snapshot
 
 _GRAPH_RUNS_EAGERLY = "; the graph runs eagerly from here on, because rounding errors are never this large"
 _TARGET_RUNS_EAGERLY = "; it runs eagerly from here on (verify='eager')"
@@ -109,7 +109,7 @@ class Verification:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         random_state = RandomState(inputs)
-        with _unnoticed(random_state):
+        with _unnoticed(random_state, Snapshot(self.eager)):
             try:
                 aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
                 facts = _torch.graphs.examine_graph(self.eager, aliases)
@@ -250,8 +250,8 @@ class _Runs:
 
 
 @contextlib.contextmanager
-def _unnoticed(random_state: RandomState) -> Iterator[None]:
-    """Hide the code of a ``with`` block from the user's program, and restore the random generators afterwards."""
+def _unnoticed(random_state: RandomState, frozen: Snapshot) -> Iterator[None]:
+    """Hide the code of a ``with`` block from the user's program. Restore generators, and buffers that are constants."""
     try:
         with (
             warnings.catch_warnings(),
@@ -261,6 +261,7 @@ def _unnoticed(random_state: RandomState) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        frozen.restore()
         random_state.restore()
 
 
