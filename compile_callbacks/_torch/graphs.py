@@ -155,6 +155,11 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
     return ""
 
 
+def are_fake(values: Sequence[Any]) -> bool:
+    """Return whether a call only propagates shapes."""
+    return any(isinstance(value, torch._subclasses.FakeTensor) for value in values)
+
+
 class GraphFacts(NamedTuple):
     """What `examine_graph` finds."""
 
