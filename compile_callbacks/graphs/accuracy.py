@@ -16,8 +16,7 @@ from compile_callbacks.profiling.events import Result, WhyNot
 Tensors = Mapping[str, torch.Tensor]
 _Verdict = tuple[Literal["equal", "differs", "noisy"], float]  # with the error of the compiled or the noisy tensor
 
-GRADIENT = "the gradient of "
-"""The names of gradients start with this."""
+GRADIENT = "the gradient of "  # the names of gradients start with this
 
 _TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _EPSILONS = 4  # a few roundings in a row; results that were rounded more often need the float64 run

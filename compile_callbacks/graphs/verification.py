@@ -40,10 +40,7 @@ _REACTIONS: Mapping[str, tuple[_Reaction, _Reaction]] = {
     "eager": (("leave", _TARGET_RUNS_EAGERLY), ("leave", _TARGET_RUNS_EAGERLY)),
     "raise": (("raise", " (verify='raise')"), ("raise", " (verify='raise')")),
 }
-"""What happens to a graph that differs, and what the message says: if its results are imprecise, and if they are wrong.
-
-A graph that is equal or was not compared is used. With ``"raise"``, a comparison that fails with an error raises.
-"""
+"""What happens to a graph that differs, and what the message says: if results are imprecise, and if they are wrong."""
 
 
 @dataclass(eq=False)

@@ -114,11 +114,10 @@ class Session:
     def add_note(self, error: BaseException) -> None:
         """Name target, setting and remedy in an error of compiled code, such as in a later backward pass."""
         if _torch.inductor.is_from_compiled_code(error):
-            mode = self._arguments.mode_arguments[self.stage.phase]
-            names = ", ".join(target.name for target in self._switch.targets)
-            where = f"raised by compiled code of {names} in the {self.stage.phase} phase"
-            remedy = f"set {mode}='eager', or remove the dynamo settings with which torch guesses sizes"
-            error.add_note(with_code("CC301", f"{where}; if eager code does not raise it, {remedy}"))
+            phase, names = self.stage.phase, ", ".join(target.name for target in self._switch.targets)
+            remedy = f"set {self._arguments.mode_arguments[phase]}='eager', or remove dynamo settings that guess sizes"
+            text = f"raised by compiled code of {names} in the {phase} phase; if eager code does not raise it, {remedy}"
+            error.add_note(with_code("CC301", text))
 
     def begin(
         self,
