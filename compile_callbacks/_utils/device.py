@@ -51,7 +51,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def _free_host_memory() -> int | None:
-    """Return the available memory of a Linux machine, or what is left of the limit of a container (cgroup v2)."""
+    """Return the available memory of a Linux machine, or the rest of a container's limit (cgroup v2)."""
     free = None
     with contextlib.suppress(OSError, ValueError, LookupError):  # no such file, or no limit ("max")
         free = 1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])

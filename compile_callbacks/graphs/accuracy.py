@@ -26,7 +26,7 @@ _EAGER_FACTOR = 3.0  # how many times the error of the eager result a compiled r
 _EAGER_FACTOR_IF_SMALL = 30.0  # eager sums of float32 are more precise: 7 times for a running mean of a MobileNet
 _NOISE = 0.25  # the error of an eager result that says nothing, because rounding alone decides its values
 _FAR = 0.5  # an element is far off if its error is larger than this share of its magnitude plus the tensor's
-_FEW = 2.0**-10  # the share of elements that may be far off, as where a comparison with zero flips
+_FEW = 2.0**-10  # the share of elements that may be far off, as if a comparison with zero flips
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
 _ZERO_ERROR = 2.0**-14  # 512 epsilons of float32: the error that a zero gradient may have, relative to the largest norm
 _ZERO = 1e-6  # relative to this error: a gradient that is smaller in float64 is zero
@@ -37,7 +37,7 @@ COMPARISON_BYTES = 8 * 8 * _CHUNK
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing compiled code with eager code. The reason is the difference, or what was not compared."""
+    """The result of comparing compiled code with eager code. The reason names the difference or a skipped tensor."""
 
     verdict: Result
     reason: str | None = None
@@ -162,8 +162,7 @@ def _errors(
 ) -> _Errors:
     """Measure the errors of a result. NaN equals NaN, infinity equals infinity, and an integer is right or wrong.
 
-    Where the ``eager`` result or the reference is not finite, any result is right. ``scale`` is the magnitude for which
-    elements can be far off.
+    Elements that are not finite in ``eager`` or the reference do not count. Errors are far off relative to ``scale``.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=result.device)
     tensors = [_flat(tensor).split(_CHUNK) for tensor in (reference, result, reference if eager is None else eager)]
@@ -185,7 +184,7 @@ def _errors(
 def _judge(
     expected: Tensors, actual: Tensors, reference: Tensors, scales: Mapping[str, float], limits: Mapping[str, _Limit]
 ) -> dict[str, _Verdict]:
-    """Judge compiled tensors by a float64 run, with their relative error, or with that of a noisy eager tensor."""
+    """Evaluate compiled tensors by a float64 run, with their relative error, or with that of a noisy eager tensor."""
     both = {}
     for name, scale in scales.items():
         e, a, r = expected[name], actual[name], reference[name]
