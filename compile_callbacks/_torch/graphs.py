@@ -217,7 +217,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     values, value_bytes, live_bytes = dict[int, tuple[StorageWeakRef, int]](), list[int](), [0]
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+    fakes = [mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value for value in inputs]
     values.update((storage_of(fake), (StorageWeakRef(fake.untyped_storage()), 0)) for fake in tensors_in(fakes))
     with mode, Examination():  # type: ignore[no-untyped-call]
         outputs = graph_module.forward(*fakes)

@@ -166,8 +166,8 @@ def compare_with_eager(
         expected = run(eager)
         if before.random.drawn():
             return not_compared("random numbers", "the module draws random numbers")
-        values = (*eager.parameters(), *tree_leaves((args, kwargs)))
-        allowed = tolerance([value for value in values if isinstance(value, torch.Tensor)])
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        allowed = tolerance({value.dtype for value in (*eager.parameters(), *inputs)}, inputs[0].device)
         return compare_results(expected, run(package), allowed, run_in_double)
     except torch.OutOfMemoryError as error:
         return not_compared("no memory", in_one_line(describe_failure(error)))

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,11 +14,9 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.profiling.events import Result, WhyNot
 
 Tensors = Mapping[str, torch.Tensor]
-_Verdict = tuple[Literal["equal", "differs", "noisy"], float]  # with the error of the compiled or the noisy tensor
-
+_Limits = Mapping[str, tuple[float, float]]  # the tolerance, and the magnitude below which a value is rounding
 GRADIENT = "the gradient of "  # the names of gradients start with this
 
-_TF32_EPS = 2.0**-10  # TF32 keeps ten bits of the mantissa
 _EPSILONS = 4  # a few roundings in a row; results that were rounded more often need the float64 run
 _CLEAR_FACTOR = 10.0  # without a float64 run, only an error of ten tolerances counts
 _SMALL = 1 / 64  # values that cross a ReLU's zero moved float32 gradients of ResNets by up to 8e-3
@@ -28,11 +26,9 @@ _NOISE = 0.25  # the error of an eager result that says nothing, because roundin
 _FAR = 0.5  # an element is far off if its error is larger than this share of its magnitude plus the tensor's
 _FEW = 2.0**-10  # the share of elements that may be far off, as if a comparison with zero flips
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
-_ZERO_ERROR = 2.0**-14  # 512 epsilons of float32: the error that a zero gradient may have, relative to the largest norm
-_ZERO = 1e-6  # relative to this error: a gradient that is smaller in float64 is zero
+_ZERO = 1e-6  # relative to the rounding errors of the largest gradient: what is smaller in float64 is zero
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
-COMPARISON_BYTES = 8 * 8 * _CHUNK
-"""The memory that a comparison takes in addition to the compared tensors: eight chunks in float64."""
+COMPARISON_BYTES = 8 * 8 * _CHUNK  # eight chunks in float64, in addition to the compared tensors
 
 
 @dataclass(frozen=True)
@@ -54,194 +50,151 @@ def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
 
 
 def compare_results(
-    expected: Tensors, actual: Tensors, allowed: float, run_in_double: Callable[[], Tensors]
+    expected: Tensors, actual: Tensors, allowed: float, double_run: Callable[[], Tensors]
 ) -> Comparison:
     """Compare the outputs, mutated inputs and gradients of a compiled run with the ones of an eager run, by name.
 
     A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
-    eager result. torch's own accuracy checks use the same rule. The rule is necessary for sums that cancel out, such as
-    the gradient of a bias before a batch norm, where both runs compute only rounding errors.
+    eager one, as in torch's own accuracy checks. For sums that cancel out, such as the gradient of a bias before a
+    batch norm, both runs compute only rounding errors.
     """
-    if reason := _other_form(expected, actual):
-        return Comparison("differs", reason, math.inf, is_wrong=True)
-    errors = {name: _errors(tensor, actual[name]) for name, tensor in expected.items()}
-    limits = _limits(expected, errors, allowed)
-    largest = max((error.largest for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
-    suspects = [name for name, error in errors.items() if error.relative(limits[name]) > limits[name].tolerance]
-    problem, verdicts = "", dict[str, _Verdict]()
-    if suspects:
-        try:
-            scales = {name: max(errors[name].magnitude, limits[name].floor) for name in suspects}
-            verdicts = _judge(expected, actual, run_in_double(), scales, limits)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:
-            problem = f"no float64 reference: {describe_failure(failure)}"
-            clear = {name: _CLEAR_FACTOR * max(limits[name].tolerance, allowed) for name in suspects}
-            relative = {name: errors[name].relative(limits[name]) for name in suspects}
-            verdicts = {name: ("differs", relative[name]) for name in suspects if relative[name] > clear[name]}
-            if not verdicts:
-                return Comparison("not compared", problem, why_not="no float64 reference")
+    expected, actual = _as_plain(expected), _as_plain(actual)
+    for name, tensor in expected.items():
+        if (other := actual.get(name)) is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            reason = f"{name} does not have the shape {tuple(tensor.shape)} and {tensor.dtype} of eager execution"
+            return Comparison("differs", reason, math.inf, is_wrong=True)
+    errors = {name: _errors(tensor, actual[name], tensor) for name, tensor in expected.items()}
+    limits = _limits(errors, allowed)
+    relative = {name: error.relative(limits[name][1]) for name, error in errors.items()}
+    suspects = {name: error for name, error in relative.items() if error > limits[name][0]}
+    try:
+        truth = _as_plain(double_run()) if suspects else {}
+        both = {name: [_errors(truth[name], x[name], expected[name]) for x in (actual, expected)] for name in suspects}
+        verdicts, problem = _judge(both, limits), ""
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        clear = {name: _CLEAR_FACTOR * max(limits[name][0], allowed) for name in suspects}
+        verdicts = {name: ("differs", error) for name, error in suspects.items() if error > clear[name]}
+        if not verdicts:
+            return not_compared("no float64 reference", describe_failure(failure))
+        problem = f"; no float64 reference: {describe_failure(failure)}"
     noisy = {name: error for name, (verdict, error) in verdicts.items() if verdict == "noisy"}
     found = {name: error for name, (verdict, error) in verdicts.items() if verdict == "differs"}
+    noisiest = max(noisy, key=noisy.__getitem__, default="")
+    noise = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
+    if len(noisy) == len(errors) > 0:
+        return Comparison("not compared", noise, why_not="rounding")
+    largest = max((error.largest for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
     if not found:
-        return _without_difference(noisy, len(errors), largest)
+        return Comparison("equal", noise, largest, tensors=len(errors), noisy_tensors=len(noisy))
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in found if not name.startswith(GRADIENT)] or found, key=found.__getitem__)
-    reason = f"{name} has a relative error of {found[name]:.2g} (tolerance {limits[name].tolerance:.2g})"
-    if _is_exact(expected[name]):
-        reason = f"{name} differs in {found[name] ** 2:.2%} of its elements"
-    reason = f"{reason}; {problem}" if problem else reason
-    is_wrong = max(found.values()) > _WRONG
+    what = f"has a relative error of {found[name]:.2g} (tolerance {limits[name][0]:.2g})"
+    if errors[name].is_exact:
+        what = f"differs in {found[name] ** 2:.2%} of its elements"
+    reason, is_wrong = f"{name} {what}{problem}", max(found.values()) > _WRONG
     return Comparison("differs", reason, largest, is_wrong, tensors=len(errors), noisy_tensors=len(noisy))
 
 
-def _without_difference(noisy: Mapping[str, float], count: int, largest: float) -> Comparison:
-    noisiest = max(noisy, key=noisy.__getitem__, default="")
-    reason = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
-    if len(noisy) == count > 0:
-        return Comparison("not compared", reason, why_not="rounding")
-    return Comparison("equal", reason, largest, tensors=count, noisy_tensors=len(noisy))
-
-
-def tolerance(tensors: Iterable[torch.Tensor], dtypes: Iterable[torch.dtype] = ()) -> float:
-    """Return the relative error that needs no float64 run.
+def tolerance(dtypes: Iterable[torch.dtype], device: torch.device) -> float:
+    """Return the relative error of computations with the given dtypes that needs no float64 run.
 
     In float32, this is an error in the second half of the digits: 3.5e-4, the square root of the epsilon. In lower
     precision, it is four epsilons: 0.004 in float16 and TF32, 0.03 in bfloat16. The last digits differ, because
     compiled code sums in another order and keeps more intermediate results in float32.
     """
-    tensors = list(tensors)
-    known = {tensor.dtype for tensor in tensors} | set(dtypes)
-    cuda = any(tensor.is_cuda for tensor in tensors)
-    device = "cuda" if cuda else "cpu"
-    if torch.is_autocast_enabled(device):
-        known.add(torch.get_autocast_dtype(device))
-    coarsest = max((torch.finfo(dtype).eps for dtype in known if dtype.is_floating_point), default=0.0)
+    dtypes = {*dtypes, torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else {*dtypes}
+    coarsest = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
     allows_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
-    if cuda and torch.float32 in known and allows_tf32:
-        coarsest = max(coarsest, _TF32_EPS)
+    if device.type == "cuda" and torch.float32 in dtypes and allows_tf32:
+        coarsest = max(coarsest, 2.0**-10)  # TF32 keeps ten bits of the mantissa
     return min(math.sqrt(coarsest), max(_EPSILONS * coarsest, math.sqrt(torch.finfo(torch.float32).eps)))
-
-
-class _Limit(NamedTuple):
-    """The relative error that a tensor may have. Magnitudes below ``floor`` are rounding errors of other tensors."""
-
-    tolerance: float
-    floor: float
-    zero: float = 0.0  # the error of a gradient whose terms all cancel out
 
 
 class _Errors(NamedTuple):
     """The largest error, the root mean squares of errors and reference, and the share of elements that are far off."""
 
+    elements: int
+    is_exact: bool  # whether the elements are integers
     largest: float
     rms: float
     magnitude: float
     far: float
 
-    def relative(self, limit: _Limit) -> float:
-        return self.rms / max(self.magnitude, limit.floor, 1e-30)
+    def relative(self, floor: float) -> float:
+        return self.rms / max(self.magnitude, floor, 1e-30)
 
 
-def _limits(expected: Tensors, errors: Mapping[str, _Errors], allowed: float) -> dict[str, _Limit]:
-    roots = {name: math.sqrt(max(1, tensor.numel())) for name, tensor in expected.items()}
-    norm = max((errors[name].magnitude * roots[name] for name in expected if name.startswith(GRADIENT)), default=0.0)
+def _limits(errors: Mapping[str, _Errors], allowed: float) -> _Limits:
+    """Return the tolerance of each tensor, and the magnitude of the rounding errors that other tensors explain."""
+    gradients = [error for name, error in errors.items() if name.startswith(GRADIENT)]
+    norm = max((error.magnitude * math.sqrt(error.elements) for error in gradients), default=0.0)
     magnitude = max((error.magnitude for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
     of_gradients = max(allowed, min(math.sqrt(allowed), _SMALL))
     return {
-        name: _Limit(of_gradients, allowed * norm / root, _ZERO_ERROR * norm / root)
+        name: (of_gradients, allowed * norm / math.sqrt(error.elements))
         if name.startswith(GRADIENT)
-        else _Limit(0.0 if _is_exact(expected[name]) else allowed, allowed * min(1.0, magnitude))
-        for name, root in roots.items()
+        else (0.0 if error.is_exact else allowed, allowed * min(1.0, magnitude))
+        for name, error in errors.items()
     }
 
 
-def _errors(
-    reference: torch.Tensor, result: torch.Tensor, *, eager: torch.Tensor | None = None, scale: float = math.inf
-) -> _Errors:
-    """Measure the errors of a result. NaN equals NaN, infinity equals infinity, and an integer is right or wrong.
+def _errors(reference: torch.Tensor, result: torch.Tensor, eager: torch.Tensor) -> _Errors:
+    """Measure the errors of a result, in elements that are finite in eager and in the reference.
 
-    Elements that are not finite in ``eager`` or the reference do not count. Errors are far off relative to ``scale``.
+    An integer is right or wrong. An element is far off relative to its magnitude plus the usual one.
     """
-    sums = torch.zeros(4, dtype=torch.float64, device=result.device)
-    tensors = [_flat(tensor).split(_CHUNK) for tensor in (reference, result, reference if eager is None else eager)]
+    device = result.device if reference.device.type == "cpu" else reference.device
+    is_exact, elements = not reference.is_floating_point(), max(1, result.numel())
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    tensors = [tensor.flatten().split(_CHUNK) for tensor in (reference, result, eager)]
     for chunks in zip(*tensors, strict=True) if result.numel() else ():
-        r, x, e = (chunk.to(result.device).double() for chunk in chunks)
-        right = (r == x) | (r.isnan() & x.isnan())
-        right |= ~(e.isfinite() & r.isfinite()) if eager is not None else False
-        error = torch.where(right, 0.0, (x - r).abs()).nan_to_num(math.inf, math.inf)
+        r, x, e = (chunk.to(device).double() for chunk in chunks)
+        counts = e.isfinite() & r.isfinite()
+        error = torch.where(counts & (r != x), (x - r).abs(), 0.0).nan_to_num(math.inf, math.inf)
         sums[0] = torch.maximum(sums[0], error.max())
-        error = error.bool().double() if _is_exact(reference) else error
-        far = error > _FAR * (r.abs() + scale)
-        sums[1:] += torch.stack([error.square().sum(), torch.where(r.isfinite(), r, 0.0).square().sum(), far.sum()])
+        error = error.bool().double() if is_exact else error
+        square = torch.where(r.isfinite(), r, 0.0).square()
+        far = error > _FAR * (r.abs() + square.mean().sqrt())
+        sums[1:] += torch.stack([error.square().sum(), square.sum(), far.sum()])
     largest, *totals = sums.tolist()
-    square, square_of_reference, far_off = (total / max(1, result.numel()) for total in totals)
-    magnitude = 1.0 if _is_exact(reference) else math.sqrt(square_of_reference)
-    return _Errors(largest, math.sqrt(square), magnitude, far_off)
+    square_of_error, square_of_reference, far_off = (total / elements for total in totals)
+    magnitude = 1.0 if is_exact else math.sqrt(square_of_reference)
+    return _Errors(elements, is_exact, largest, math.sqrt(square_of_error), magnitude, far_off)
 
 
-def _judge(
-    expected: Tensors, actual: Tensors, reference: Tensors, scales: Mapping[str, float], limits: Mapping[str, _Limit]
-) -> dict[str, _Verdict]:
-    """Evaluate compiled tensors by a float64 run, with their relative error, or with that of a noisy eager tensor."""
-    both = {}
-    for name, scale in scales.items():
-        e, a, r = expected[name], actual[name], reference[name]
-        both[name] = [_errors(r.to(a.device), x.to(a.device), eager=e, scale=scale) for x in (a, e)]
-    verdicts: dict[str, _Verdict] = {}
+def _judge(both: Mapping[str, list[_Errors]], limits: _Limits) -> dict[str, tuple[str, float]]:
+    """Judge the compiled and eager errors in a float64 run. A verdict has the compiled error, or a noisy eager one."""
+    verdicts = {}
     for name, (compiled, eager) in both.items():
-        limit, elements = limits[name], max(1, expected[name].numel())
-        error, eager_error = compiled.relative(limit), eager.relative(limit)
+        (allowed, floor), elements = limits[name], compiled.elements
+        error, eager_error = compiled.relative(floor), eager.relative(floor)
         # Rounding may hit one eager tensor less than the others by chance. So compare also with the usual error.
         alike = [other for other in both if other.startswith(GRADIENT) == name.startswith(GRADIENT)]
-        usual = min(_NOISE, statistics.median(both[other][1].relative(limits[other]) for other in alike))
+        usual = min(_NOISE, statistics.median(both[other][1].relative(limits[other][1]) for other in alike))
         by_rounding = _EAGER_FACTOR * (1 + 10 / elements) * max(eager_error, usual)  # a few elements tell little
-        is_zero = compiled.magnitude <= _ZERO * limit.zero and compiled.rms <= limit.zero
-        if error <= limit.tolerance or is_zero:
+        few = _FEW + _EAGER_FACTOR * eager.far + 10 / elements
+        limit = max(by_rounding, min(_EAGER_FACTOR_IF_SMALL * eager_error, _SMALL))
+        if error <= allowed or (compiled.magnitude <= _ZERO * floor and compiled.rms <= floor / 4):
             verdicts[name] = "equal", error
-        elif error > max(by_rounding, min(_EAGER_FACTOR_IF_SMALL * eager_error, _SMALL)):
+        elif error > limit or (eager_error <= _NOISE and compiled.far > few):
             verdicts[name] = "differs", error
-        elif eager_error > _NOISE:
-            verdicts[name] = "noisy", eager_error
         else:
-            few = _FEW + _EAGER_FACTOR * eager.far + 10 / elements
-            verdicts[name] = "differs" if compiled.far > few else "equal", error
+            verdicts[name] = ("noisy", eager_error) if eager_error > _NOISE else ("equal", error)
     return verdicts
 
 
-def _is_exact(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is torch.jagged:
-        tensor = _without_holes(tensor).values()
-    elif tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.detach().flatten()
-
-
-def _other_form(expected: Tensors, actual: Tensors) -> str | None:
-    """Return how the shape, dtype or offsets of a compiled tensor differ."""
-    for name, tensor in expected.items():
-        forms = []
-        for each in (actual.get(name), tensor):
-            # The size of a jagged dimension is a symbol, and another one in each run.
-            shape = () if each is None else tuple(size if isinstance(size, int) else None for size in each.shape)
-            forms.append("no tensor" if each is None else f"of shape {shape} and {each.dtype}")
-        if forms[0] != forms[1]:
-            return f"{name} is {forms[0]}, and {forms[1]} in eager execution"
+def _as_plain(results: Tensors) -> dict[str, torch.Tensor]:
+    """Return results as dense tensors of real numbers, a jagged tensor as its values and its offsets."""
+    plain = dict[str, torch.Tensor]()
+    for name, tensor in results.items():
+        dense = tensor.detach()
         if tensor.layout is torch.jagged:
-            offsets = [_without_holes(each).offsets() for each in (actual[name], tensor)]  # type: ignore[attr-defined]
-            if not torch.equal(*offsets):
-                return f"{name} has other offsets than in eager execution"
-    return None
-
-
-def _without_holes(jagged: torch.Tensor) -> torch.Tensor:
-    """Return a jagged tensor whose values are all used. ``torch.nested.narrow`` returns a view with unused values."""
-    jagged = jagged.detach()
-    return jagged if jagged.lengths() is None else jagged.contiguous()  # type: ignore[attr-defined]
+            dense = dense.contiguous()  # without the unused values of a view by torch.nested.narrow
+            plain[f"{name}.offsets()"] = dense.offsets()  # type: ignore[attr-defined]
+            dense = dense.values()
+        elif tensor.layout is not torch.strided:
+            dense = dense.to_dense()
+        plain[name] = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return plain

@@ -109,9 +109,8 @@ def _can_run_again(graph: torch.fx.GraphModule, error: Exception, inputs: Sequen
     """Return whether a graph may run again after an error: it writes no input, and is in no activation checkpoint."""
     if isinstance(error, torch.OutOfMemoryError) or _torch.autograd.saves_through_hooks():
         return False
-    aliases = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
     try:
-        return not _torch.graphs.examine_graph(graph, aliases).written
+        return not _torch.graphs.examine_graph(graph, inputs).written
     except Exception:
         return False
 

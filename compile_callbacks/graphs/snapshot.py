@@ -47,7 +47,7 @@ class RandomState:
 class Snapshot:
     """The current buffers of a module and its submodules, and the current states of the random number generators."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inputs: Iterable[Any] = ()) -> None:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         # A forward pass may also replace a buffer by another tensor: self.count = self.count + 1.
         self._places = [
@@ -55,7 +55,7 @@ class Snapshot:
             for submodule in module.modules()
             for name, buffer in submodule._buffers.items()
         ]
-        self.random = RandomState(module.parameters())
+        self.random = RandomState((*module.parameters(), *inputs))
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -371,7 +371,8 @@ def test_a_graph_is_compared_only_if_the_eager_run_fits_into_the_free_memory(mis
     module = compile_phases(Wide())
     for phase, needed in NEEDED.items():
         with with_free_memory(needed * MIB - missing), torch.set_grad_enabled(phase == "train"):
-            torch.testing.assert_close(module(torch.ones(512, 512)), Wide()(torch.ones(512, 512)))
+            for _ in range(2):  # the second call tries again
+                torch.testing.assert_close(module(torch.ones(512, 512)), Wide()(torch.ones(512, 512)))
         expected = "not compared 1 (no memory)" if missing else "equal 1"
         assert report_of(module).phase(phase).verified == expected
     restore(module)
@@ -382,9 +383,10 @@ def test_a_comparison_that_does_not_fit_runs_nothing_eagerly(compile_net):
     net = compile_net()
     with with_free_memory(0):
         step(net)
-    assert RUNS.count("run") == 1
+        step(net)
+    assert RUNS.count("run") == 2
     [event] = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "verify"]
-    assert event["reason"].endswith("MiB, and 0 MiB are free")
+    assert event["reason"].endswith(" of 0 free MiB")
 
 
 # ------------------------------------------------------------------------------------------ compiled code fails
