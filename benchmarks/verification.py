@@ -52,7 +52,8 @@ def verdict(way: str, precision: str, seed: int) -> str:
     noise = 1 + torch.finfo(computed_in).eps / 2 * (2 * torch.rand(2, *truth.shape, dtype=torch.float64) - 1)
     eager, compiled = (truth * noise).to(computed_in).to(dtype)
     expected, actual, reference = ({"the gradient of x": gradient} for gradient in (eager, WAYS[way](compiled), truth))
-    return compare_results(expected, actual, tolerance([dtype, computed_in], torch.device("cpu")), lambda: reference).verdict
+    allowed = tolerance([dtype, computed_in], torch.device("cpu"))
+    return compare_results(expected, actual, allowed, lambda: reference).verdict
 
 
 def main() -> None:
