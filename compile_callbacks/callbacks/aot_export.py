@@ -23,16 +23,8 @@ from compile_callbacks._utils.errors import CompileWarning, warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
-from compile_callbacks.exporting.loaded_package import ExportError, load_after_smoke_test
-from compile_callbacks.exporting.package import (
-    ExportedCall,
-    VerifyPackage,
-    check_path,
-    check_writable,
-    compare_sizes,
-    evaluating,
-    export,
-)
+from compile_callbacks.exporting.loaded_package import ExportError
+from compile_callbacks.exporting.package import ExportedCall, VerifyPackage, check_path, check_writable, evaluating
 from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.report.loggers import log_export, print_line
@@ -64,8 +56,8 @@ class AOTInductorExport(Callback):
         path: The path of the package, which ends in ``.pt2``. The callback checks at the start of the fit that it can
             write the file.
         weights: ``"best"`` exports the best checkpoint of the first ``ModelCheckpoint``. If no best checkpoint exists,
-            the callback warns and exports the last weights. ``"last"`` exports the weights at the end of the fit. If
-            only a resumed checkpoint names the best checkpoint, the callback loads that file with
+            the callback warns and exports the last weights. ``"last"`` exports the weights at the end of the fit. In a
+            resumed run, whose checkpoint may name any file, the callback loads the best checkpoint with
             ``torch.load(weights_only=True)``, because other ways to load a file can run code. If torch refuses the
             file, the callback warns and exports the last weights.
         target: The dotted name of the submodule to export. If ``None``, the callback exports the LightningModule.
@@ -116,8 +108,7 @@ class AOTInductorExport(Callback):
         self.dynamic_batch = dynamic_batch
         self.report = ExportReport()
         self._batches: dict[str, Any] = {}
-        self._paths_from_checkpoint: set[str] | None = None  # None until the training starts
-        self._paths_written: set[str] = set()
+        self._resumed = False  # whether a checkpoint may have named files that this process did not write
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -125,7 +116,7 @@ class AOTInductorExport(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self.report, self._batches, self._paths_from_checkpoint = ExportReport(), {}, None
+        self.report, self._batches = ExportReport(), {}
         if trainer.is_global_zero:
             check_writable(self.path)
 
@@ -134,11 +125,8 @@ class AOTInductorExport(Callback):
         self._find_target(pl_module)  # not in setup, because configure_model runs later and may create the submodule
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning has loaded a resumed checkpoint by now. The checkpoint names files that this process did not write.
-        checkpoints = trainer.checkpoint_callback
-        best, others = getattr(checkpoints, "best_model_path", ""), getattr(checkpoints, "best_k_models", ())
-        self._paths_from_checkpoint = {str(path) for path in (best, *others)}
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._resumed = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -188,14 +176,11 @@ class AOTInductorExport(Callback):
         checkpoint = self._load_best(trainer, copied)
         module = self._find_target(copied.to(device))
         with atomic_write(self.path) as temporary, evaluating(module), trainer.precision_plugin.forward_context():
-            # The callback compares the package itself, for the report.
-            export(
-                module, args, temporary, kwargs=kwargs, mode=self.mode, verify="off", dynamic_batch=self.dynamic_batch
-            )
-            package = load_after_smoke_test(temporary, args, kwargs, device)
+            call = ExportedCall(module, args, kwargs, dynamic_batch=self.dynamic_batch)
+            call.write(temporary, as_compiling_config(self.mode))
+            package = call.load(temporary)
             if self.verify != "off":
-                call = ExportedCall(module, args, kwargs, dynamic_batch=self.dynamic_batch)
-                compared = compare_sizes(module, package, call)
+                compared = call.compare(package)
                 self.report = ExportReport(verified=compared.verdict, max_abs_error=compared.max_abs_error)
                 if compared.verdict == "differs":
                     raise ExportError(with_code("CC602", f"the package differs from eager: {compared.reason}"))
@@ -222,33 +207,22 @@ class AOTInductorExport(Callback):
         if self.weights == "last":
             return None
         path = str(getattr(trainer.checkpoint_callback, "best_model_path", ""))
-        if not path:
-            message = (
-                f"{self.path} gets the last weights: there is no best checkpoint. weights='best' needs a "
-                "ModelCheckpoint that saved one; weights='last' exports the last weights without this warning"
-            )
-            warn_user("CC610", message)
-            return None
-        # A resumed run without remaining training has written no checkpoint.
-        in_checkpoint = self._paths_from_checkpoint is None or path in self._paths_from_checkpoint
-        if not in_checkpoint or path in self._paths_written:
-            self._paths_written.add(path)
+        checkpoint, reason = None, "no best checkpoint exists, because weights='best' needs a ModelCheckpoint"
+        if path and not self._resumed:
             load = trainer.strategy.checkpoint_io.load_checkpoint
             # This process wrote the file, so loading it is safe. It may contain hyperparameters of any class.
             trusting = {"weights_only": False} if "weights_only" in inspect.signature(load).parameters else {}
             checkpoint = load(path, **trusting)
-        else:
+        elif path:
             try:
                 with get_filesystem(path).open(path, "rb") as file:
                     checkpoint = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:
-                reason = describe_failure(error).rpartition("WeightsUnpickler error: ")[2]  # after torch's advice
-                message = (
-                    f"{self.path} gets the last weights: {path}, which the resumed checkpoint names as the best one, "
-                    f"cannot be loaded with weights_only=True: {in_one_line(reason)}"
-                )
-                warn_user("CC610", message)
-                return None
+                why = describe_failure(error).rpartition("WeightsUnpickler error: ")[2]  # after torch's advice
+                reason = f"a resumed run loads only weights, and {path} cannot be loaded so: {in_one_line(why)}"
+        if checkpoint is None:
+            warn_user("CC610", f"{self.path} gets the last weights: {reason}. weights='last' does not warn")
+            return None
         module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
         return path
 

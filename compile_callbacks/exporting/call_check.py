@@ -18,8 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from compile_callbacks._utils.errors import with_code
 
-_FORMATS = {str(kind): kind for kind in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)}
-_CHANNELS_LAST_OF_RANK = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 
 
 class Input(NamedTuple):
@@ -27,15 +26,7 @@ class Input(NamedTuple):
 
     text: str  # such as "float32 (batch, 1, 8, 8) on cpu", or the ``repr`` of a constant
     has_batch: bool = False  # whether dimension 0 is a batch whose size may change from call to call
-    memory_format: str | None = None  # a key of _FORMATS; None for a constant
-
-    @classmethod
-    def of(cls, value: Any, batch: int | None) -> Input:
-        """Describe an input. Dimension 0 of a tensor is the batch if its size is ``batch``."""
-        if not isinstance(value, torch.Tensor):
-            return cls(repr(value))
-        has_batch = is_batch(value, batch)
-        return cls(_text(value, has_batch), has_batch, str(_memory_format_of(value)))
+    channels_last: bool | None = None  # whether the tensor has this memory layout; None for a constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +49,12 @@ class CallSpec:
         ]
         # The call omitted a parameter with a default, so it passed each later parameter by name.
         signature = Signature([*by_position, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in bound.kwargs)])
-        leaves = _leaves(signature.bind(*bound.args, **bound.kwargs))
-        return cls(signature=signature, inputs={name: Input.of(value, batch) for name, value in leaves})
+        inputs = {}
+        for name, value in _leaves(signature.bind(*bound.args, **bound.kwargs)):
+            is_tensor = isinstance(value, torch.Tensor)
+            has_batch = is_tensor and is_batch(value, batch)
+            inputs[name] = Input(_text(value, has_batch), has_batch, _is_channels_last(value) if is_tensor else None)
+        return cls(signature=signature, inputs=inputs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
         """Bind the inputs of a call to the parameters of the exported call."""
@@ -75,12 +70,12 @@ class CallSpec:
             raise TypeError(self._mismatch(f"input {name!r} {'was not exported' if name in leaves else 'is missing'}"))
         batches: dict[int, str] = {}
         tensors = []
-        for name, (expected, has_batch, memory_format) in self.inputs.items():
+        for name, (expected, has_batch, channels_last) in self.inputs.items():
             value = leaves[name]
             if _text(value, has_batch) != expected:
                 raise ValueError(self._mismatch(f"input {name!r} is {_text(value)}"))
-            if memory_format is not None:
-                tensors.append(value.contiguous(memory_format=_FORMATS[memory_format]))
+            if channels_last is not None:
+                tensors.append(_in_layout(value, channels_last))
             if has_batch:
                 batches.setdefault(value.shape[0], name)
         if len(batches) > 1:
@@ -99,14 +94,12 @@ class CallSpec:
         data = json.loads(text)
         parameters = [Parameter(name, getattr(Parameter, kind)) for name, kind in data["parameters"].items()]
         inputs = {name: Input(*fields) for name, fields in data["inputs"].items()}
-        if unknown := {each.memory_format for each in inputs.values()} - {*_FORMATS, None}:
-            raise ValueError(f"an input has the unknown memory format {unknown.pop()!r}")
         return cls(signature=Signature(parameters), inputs=inputs)
 
     def __str__(self) -> str:
         """Describe the inputs in one line: ``images: float32 (batch, 1, 8, 8) on cpu, scale=2.0``."""
         inputs = self.inputs.items()
-        return ", ".join(f"{name}{'=' if each.memory_format is None else ': '}{each.text}" for name, each in inputs)
+        return ", ".join(f"{name}{'=' if each.channels_last is None else ': '}{each.text}" for name, each in inputs)
 
     def _mismatch(self, problem: str) -> str:
         return with_code("CC605", f"{problem}; the package takes {self}")
@@ -119,14 +112,16 @@ def is_batch(tensor: torch.Tensor, size: int | None) -> bool:
 
 def copy_in_package_layout(tensor: torch.Tensor) -> torch.Tensor:
     """Copy an example tensor to the memory layout that the package will expect."""
-    return tensor.detach().clone(memory_format=_memory_format_of(tensor))
+    return _in_layout(tensor.detach(), _is_channels_last(tensor)).clone()
 
 
-def _memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
-    channels_last = _CHANNELS_LAST_OF_RANK.get(tensor.dim())
-    if channels_last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=channels_last):
-        return torch.contiguous_format
-    return channels_last
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    layout = _CHANNELS_LAST.get(tensor.dim())
+    return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+
+
+def _in_layout(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    return tensor.contiguous(memory_format=_CHANNELS_LAST[tensor.dim()] if channels_last else torch.contiguous_format)
 
 
 def _text(value: Any, has_batch: bool = False) -> str:

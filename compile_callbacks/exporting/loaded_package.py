@@ -29,7 +29,7 @@ METADATA_KEY = "compile_callbacks"
 """The key of the library's entry in a package's metadata."""
 
 _AOTI_FOLDER = "data/aotinductor/model/"
-_PROGRAM = "models/model.json"
+_METADATA_FILES: Mapping[Format, str] = {"aoti": "wrapper_metadata.json", "export": f"extra/{METADATA_KEY}"}
 
 
 class ExportError(RuntimeError):
@@ -119,41 +119,26 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
 
 def read_package(path: Path) -> tuple[Format, dict[str, Any], CallSpec]:
     """Return the format, the metadata and the inputs of a package. Any other file raises an `ExportError`."""
-    if not zipfile.is_zipfile(path):
-        raise _not_loaded(f"{path} is not a .pt2 package, or is truncated")
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
-                raise _not_loaded(f"{path} is damaged: {damaged.rpartition('/')[2]} does not match its checksum")
+                raise ValueError(f"{damaged.rpartition('/')[2]} does not match its checksum")
             names = archive.namelist()
             content: Format = "aoti" if any(_AOTI_FOLDER in name for name in names) else "export"
-            if content == "export" and not any(name.endswith(_PROGRAM) for name in names):
-                raise _not_loaded(f"{path} is not a .pt2 package: it has neither compiled code nor a program")
-            text = _metadata_text(archive, names)
-        if text is None:
-            advice = "load it with torch._inductor.aoti_load_package or torch.export.load"
-            raise _not_loaded(f"{path} was not written by compile_callbacks.export; {advice}")
-        metadata = json.loads(text)
+            ours = (name for name in names if name.endswith(_METADATA_FILES[content]))
+            data = archive.read(next(ours, "metadata of this library"))
+        metadata = json.loads(json.loads(data)[METADATA_KEY] if content == "aoti" else data)
         return content, metadata, CallSpec.from_json(metadata["inputs"])
-    except ExportError:
-        raise
     except Exception as error:  # a damaged file raises errors of many types
-        reason = in_one_line(describe_failure(error))
-        raise _not_loaded(f"{path} is damaged, or another version of compile_callbacks wrote it: {reason}") from error
+        text = (
+            f"{path} is damaged, or was not written by compile_callbacks.export of this version: "
+            f"{in_one_line(describe_failure(error))}"
+        )
+        raise _not_loaded(text) from error
 
 
 def _not_loaded(reason: str) -> ExportError:
     return ExportError(with_code("CC603", reason))
-
-
-def _metadata_text(archive: zipfile.ZipFile, names: list[str]) -> Any:
-    """Return the metadata that `export` wrote as JSON, or ``None`` if the package has none."""
-    for name in names:
-        if name.endswith(f"extra/{METADATA_KEY}"):
-            return archive.read(name)
-        if name.endswith("wrapper_metadata.json"):
-            return json.loads(archive.read(name)).get(METADATA_KEY)
-    return None
 
 
 _TIMEOUT_SECONDS = 300
@@ -163,21 +148,14 @@ _CRASHES = {-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS
 def load_after_smoke_test(
     path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> ExportedModule:
-    """Load a new package. A package for a GPU runs in another process first, as a smoke test.
+    """Load a new package. A package for a GPU runs once in another process first, as a smoke test.
 
     The smoke test takes seconds, because the process imports torch. Packages for a GPU crash more often, because
     AOTInductor generates more C++ code to launch kernels, and after a crash, a process cannot use the GPU any more.
+    Any other error is raised with more details when this process loads the package.
     """
-    if device.type != "cpu":
-        _run_in_new_process(path, args, kwargs)
-    return load_exported(path)
-
-
-def _run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run a package once in a new process, and raise an `ExportError` if it crashes or does not end.
-
-    This process raises any other error with more details when it loads the package.
-    """
+    if device.type == "cpu":
+        return load_exported(path)
     *_, spec = read_package(path)
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "inputs.pt")
@@ -186,7 +164,7 @@ def _run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, 
         try:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
         except OSError:  # Python cannot start a process if it is embedded in another program
-            return
+            pass
         except subprocess.TimeoutExpired:
             text = f"the package did not end within {_TIMEOUT_SECONDS} s"
             raise ExportError(with_code("CC601", text)) from None
@@ -194,3 +172,4 @@ def _run_in_new_process(path: Path, args: tuple[Any, ...], kwargs: Mapping[str, 
             if error.returncode in _CRASHES:
                 text = f"the package crashed: {in_one_line(describe_failure(error))}"
                 raise ExportError(with_code("CC601", text)) from None
+    return load_exported(path)

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -108,8 +109,6 @@ def export(
         torch.Size([3, 2])
         >>> folder.cleanup()
     """
-    check_type("module", module, nn.Module, "a torch.nn.Module")
-    check_not_sharded(module)
     if not isinstance(args, tuple):
         hint = "; pass one tensor as (tensor,)" if isinstance(args, torch.Tensor) else ""
         text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
@@ -122,31 +121,23 @@ def export(
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
-    call = ExportedCall(_torch.dynamo.unwrap_dynamo(module), args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
-    metadata = json.dumps({"torch": torch.__version__, "device": call.device.type, "inputs": call.spec.to_json()})
+    call = ExportedCall(module, args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
     check_writable(path)
-    with atomic_write(path) as temporary, evaluating(module), _torch.export.own_warnings_off():
-        program = call.trace()
-        if format == "export":
-            program.example_inputs = None  # because the file would contain the user's data
-            torch.export.save(program, temporary, extra_files={METADATA_KEY: metadata})
-        else:
-            with torch.autocast(call.device.type, enabled=False):  # because the program already contains the casts
-                _compile(program, temporary, config, call.device, metadata)
-            if verify != "off":
-                package = load_after_smoke_test(temporary, call.args, call.kwargs, call.device)
-                compared = compare_sizes(program.module(), package, call)
-                text = f"the package differs from eager: {compared.reason}"
-                if compared.verdict == "not compared":
-                    warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
-                elif compared.verdict == "differs" and verify == "raise":
-                    raise ExportError(with_code("CC602", text))
-                elif compared.verdict == "differs":
-                    warn_user("CC602", f"{path}: {text}")
+    with atomic_write(path) as temporary, evaluating(module):
+        call.write(temporary, None if format == "export" else config)
+        if format == "aoti" and verify != "off":
+            compared = call.compare(call.load(temporary))
+            text = f"the package differs from eager: {compared.reason}"
+            if compared.verdict == "not compared":
+                warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
+            elif compared.verdict == "differs" and verify == "raise":
+                raise ExportError(with_code("CC602", text))
+            elif compared.verdict == "differs":
+                warn_user("CC602", f"{path}: {text}")
     return path
 
 
-def compare_with_eager(
+def _compare_with_eager(
     eager: nn.Module, package: ExportedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Comparison:
     """Compare the outputs of a package with the outputs of the original module."""
@@ -175,12 +166,6 @@ def compare_with_eager(
         before.restore()
 
 
-def compare_sizes(eager: nn.Module, package: ExportedModule, call: ExportedCall) -> Comparison:
-    """Compare a package with eager for each of the `ExportedCall.inputs_of_two_sizes`."""
-    results = [compare_with_eager(eager, package, *inputs) for inputs in call.inputs_of_two_sizes()]
-    return next((result for result in results if result.verdict == "differs"), results[0])
-
-
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
@@ -201,16 +186,18 @@ class ExportedCall:
     def __init__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic_batch: bool
     ) -> None:
+        check_type("module", module, nn.Module, "a torch.nn.Module")
+        check_not_sharded(module)
+        self._module = _torch.dynamo.unwrap_dynamo(module)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise ValueError(with_code("CC205", "args contain no tensor; a package needs at least one tensor input"))
         if dynamic_batch and tensors[0].dim() == 0:
             text = "the first tensor of args has no dimensions, so it has no batch; set dynamic_batch=False"
             raise ValueError(with_code("CC205", text))
-        self.device = tensors[0].device
+        self._device = tensors[0].device
         batch = tensors[0].shape[0] if dynamic_batch else None
-        self.spec = CallSpec.of(module.forward, args, kwargs, batch)
-        self._module = module
+        self._spec = CallSpec.of(self._module.forward, args, kwargs, batch)
         self._batches: list[torch.Tensor] = []
 
         def example(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,19 +208,38 @@ class ExportedCall:
             self._batches.append(torch.cat([copied, copied]) if batch == 1 else copied)
             return self._batches[-1]
 
-        bound = self.spec.bind(args, kwargs)
-        self.args, self.kwargs = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
+        bound = self._spec.bind(args, kwargs)
+        self._inputs: tuple[Any, Any] = tree_map_only(torch.Tensor, example, (bound.args, bound.kwargs))
 
-    def inputs_of_two_sizes(self) -> list[tuple[Any, Any]]:
-        """Return the inputs, and with a dynamic batch also the inputs with one more sample."""
+    def write(self, path: Path, config: InductorConfig | None) -> None:
+        """Write the package that AOTInductor compiles, or without a config the program of ``torch.export``."""
+        metadata = json.dumps({"torch": torch.__version__, "device": self._device.type, "inputs": self._spec.to_json()})
+        with _torch.export.own_warnings_off():
+            self._program = self._trace()
+            if config is None:
+                self._program.example_inputs = None  # because the file would contain the user's data
+                torch.export.save(self._program, path, extra_files={METADATA_KEY: metadata})
+            else:
+                with torch.autocast(self._device.type, enabled=False):  # the program already contains the casts
+                    _compile(self._program, path, config, self._device, metadata)
+
+    def load(self, path: Path) -> ExportedModule:
+        """Load the package. A package for a GPU runs in another process first."""
+        return load_after_smoke_test(path, *self._inputs, self._device)
+
+    def compare(self, package: ExportedModule) -> Comparison:
+        """Compare the package with the program, with a dynamic batch also for one more sample."""
 
         def longer(tensor: torch.Tensor) -> torch.Tensor:
             return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in self._batches) else tensor
 
-        inputs = self.args, self.kwargs
-        return [inputs, tree_map_only(torch.Tensor, longer, inputs)] if self._batches else [inputs]
+        inputs = [self._inputs, tree_map_only(torch.Tensor, longer, self._inputs)] if self._batches else [self._inputs]
+        with _torch.export.own_warnings_off():
+            eager = self._program.module()
+            results = [_compare_with_eager(eager, package, *each) for each in inputs]
+        return next((result for result in results if result.verdict == "differs"), results[0])
 
-    def trace(self) -> Any:
+    def _trace(self) -> Any:
         """Trace the call with ``torch.export``."""
         shapes = torch.export.ShapesCollection()
         batch = torch.export.Dim("batch")
@@ -241,16 +247,16 @@ class ExportedCall:
             shapes[tensor] = {0: batch}
         try:
             program = _torch.export.export_program(
-                self._module, self._module.forward, self.args, self.kwargs, shapes, self.spec.signature
+                self._module, self._module.forward, *self._inputs, shapes, self._spec.signature
             )
             # torch.export ignores an active autocast. Tracing the program again inserts the casts.
-            return program.run_decompositions({}) if torch.is_autocast_enabled(self.device.type) else program
+            return program.run_decompositions({}) if torch.is_autocast_enabled(self._device.type) else program
         except Exception as error:
             name = type(self._module).__name__
             if "Constraints violated" in str(error):
                 guards = re.findall("generated guard (.+)", str(error))
                 why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
-                inputs = " and ".join(repr(name) for name, each in self.spec.inputs.items() if each.has_batch)
+                inputs = " and ".join(repr(name) for name, each in self._spec.inputs.items() if each.has_batch)
                 text = f"{name} does not work for every batch size of input {inputs}: it {why}; dynamic_batch=False "
                 text += f"exports {name} for the batch size of the example"
             else:
@@ -259,25 +265,15 @@ class ExportedCall:
 
 
 def _compile(program: Any, path: Path, config: InductorConfig, device: torch.device, metadata: str) -> None:
-    """Compile a program with AOTInductor. If a graph pass fails, compile again without the pass."""
-    options, passes, left_out = package_options(config, device)
-    for reason in left_out:
-        warn_user("CC604", reason)
+    """Compile a program with AOTInductor."""
+    options, passes = _package_options(config, device)
     users = options.get("aot_inductor.metadata") or {}
-    options["aot_inductor.metadata"] = {**users, METADATA_KEY: metadata}
-    skipped: list[Any] = []
-    while True:
-        try:
-            return _torch.export.compile_package(
-                program, str(path), options | pass_options(passes, "infer", skipped=skipped)
-            )
-        except Exception as error:
-            failure = find_pass_error(error)
-            if failure is None:
-                text = f"AOTInductor failed: {in_one_line(describe_failure(error), 400)}"
-                raise ExportError(with_code("CC601", text)) from error
-            skipped.append(failure.failed)
-            warn_user("CC701", f"{in_one_line(str(failure))}; the package is compiled without this pass")
+    options |= pass_options(passes, "infer") | {"aot_inductor.metadata": {**users, METADATA_KEY: metadata}}
+    try:
+        _torch.export.compile_package(program, str(path), options)
+    except Exception as error:
+        reason = str(find_pass_error(error) or f"AOTInductor failed: {describe_failure(error)}")
+        raise ExportError(with_code("CC601", in_one_line(reason, 400))) from error
 
 
 def _describe_trace_error(error: Exception) -> str:
@@ -314,26 +310,25 @@ def check_writable(path: Path) -> None:
         raise type(error)(error.errno, f"path cannot be written: {error.strerror}", str(path)) from error
 
 
-def package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any], list[str]]:
-    """Return the options and passes that AOTInductor accepts, and a sentence for each reason to omit others."""
+def _package_options(config: InductorConfig, device: torch.device) -> tuple[dict[str, Any], list[Any]]:
+    """Return the options and passes that AOTInductor accepts, and warn with the reason to omit others."""
     options: dict[str, Any] = {}
-    left_out: dict[str, list[str]] = {}
+    omitted: dict[str, list[str]] = defaultdict(list)
     for name, value in config.resolved_options(device).items():
         reason = _NO_CUDAGRAPHS if "cudagraph" in name else _NOT_ACCEPTED.get(name)
         if reason is None:
             options[name] = value
         elif value:
-            left_out.setdefault(reason, []).append(name)
-    passes = []
-    for graph_pass in config.passes:
-        if pass_hook(graph_pass) == "pre_grad":
-            left_out.setdefault(_NO_TORCH_CALLS, []).append(f"pass {pass_name(graph_pass)}")
-        else:
-            passes.append(graph_pass)
+            omitted[reason].append(name)
+    passes = [graph_pass for graph_pass in config.passes if pass_hook(graph_pass) != "pre_grad"]
+    omitted[_NO_TORCH_CALLS] += [f"pass {pass_name(each)}" for each in config.passes if each not in passes]
     if config.dynamic is not None:
-        left_out["dynamic_batch decides which sizes may change"] = [f"dynamic={config.dynamic}"]
+        omitted["dynamic_batch decides which sizes may change"].append(f"dynamic={config.dynamic}")
     if config.dynamo:
-        left_out["torch.export has its own settings of Dynamo"] = [f"dynamo={dict(config.dynamo)}"]
-    sentences = [f"the package is compiled without {', '.join(names)}: {why}" for why, names in left_out.items()]
-    falls_back = config.template_falls_back(device)
-    return options, passes, sentences if falls_back is None else [falls_back, *sentences]
+        omitted["torch.export has its own settings of Dynamo"].append(f"dynamo={dict(config.dynamo)}")
+    if (falls_back := config.template_falls_back(device)) is not None:
+        warn_user("CC604", falls_back)
+    for reason, names in omitted.items():
+        if names:
+            warn_user("CC604", f"the package is compiled without {', '.join(names)}: {reason}")
+    return options, passes

@@ -19,7 +19,7 @@ from torch import nn
 
 import compile_callbacks
 from compile_callbacks import AOTInductorExport, CompileWarning, ExportError, export, graph_pass, load_exported
-from tests.support.models import Wrapper, fit, mlp
+from tests.support.models import fit, mlp
 from tests.support.pairs import made_once
 
 pytestmark = pytest.mark.all_versions
@@ -65,7 +65,7 @@ def broken(graph, is_inference):
 def write_packages(folder):
     """Write a package and a program of `ConvNet`, and the warnings of the exports."""
     module, before, example = trained(), trained().state_dict(), images(1)
-    passes = [counts, graph_pass(broken), graph_pass(hook="pre_grad")(broken)]
+    passes = [counts, graph_pass(hook="pre_grad")(broken)]
     mode = {"passes": passes, "dynamic": True, "dynamo": {"capture_scalar_outputs": True}, "mode": "reduce-overhead"}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -73,6 +73,8 @@ def write_packages(folder):
         export(module, (example,), path, kwargs={"scale": torch.ones(1, 1)}, mode=mode)
         assert torch.equal(torch.get_rng_state(), generator)
     export(module, (images(4), 2), folder / "program.pt2", format="export")
+    with pytest.raises(ExportError, match=r"graph pass 'broken' .* ZeroDivisionError: by design"):
+        export(module, (example,), folder / "broken.pt2", mode={"passes": [graph_pass(broken)]})
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert all(submodule.training for submodule in module.modules())
     said = [str(warning.message) for warning in caught if warning.category is CompileWarning]
@@ -133,11 +135,10 @@ def test_an_export_names_settings_that_a_package_does_not_support(packages):
         "without triton.cudagraphs: a package records no CUDA graphs",
         "pass broken: passes at 'pre_grad' change torch function calls",
         "dynamic=True: dynamic_batch decides which sizes may change",
-        "ZeroDivisionError: by design",
         "without dynamo={'capture_scalar_outputs': True}: torch.export has its own settings of Dynamo",
     ):
         assert sum(text in warning for warning in packages.warnings) == 1, text
-    assert len(packages.warnings) == 5
+    assert len(packages.warnings) == 4
     assert packages.seen == [True]  # the pass that a package supports ran
 
 
@@ -174,22 +175,6 @@ def test_a_package_that_differs_from_eager_for_another_batch_size_raises(tmp_pat
     with pytest.warns(CompileWarning, match=rf"net\.pt2: {DIFFERS}"):
         export(calling(lambda x: x + 0), (X,), tmp_path / "net.pt2", verify="warn")
     assert load_exported(tmp_path / "net.pt2")(X[:1]).sum() == X[:1].sum()  # the package is written
-
-
-def test_the_callback_compares_a_second_batch_size(tmp_path, monkeypatch):
-    saves_package = torch._inductor.aoti_compile_and_package
-
-    class Shifted(Wrapper):
-        def forward(self, x):
-            return self.net(x) + x.shape[0] // 5  # 0 for the first batch
-
-    def saves(program, **settings):
-        dynamic = ({0: torch.export.Dim("batch")},)
-        return saves_package(torch.export.export(Shifted(program.module()), (X,), dynamic_shapes=dynamic), **settings)
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", saves)
-    with pytest.raises(ExportError, match=DIFFERS):
-        fit(AOTInductorExport(tmp_path / "net.pt2", weights="last", target="net", verify="raise"))
 
 
 def test_a_program_equals_eager_and_contains_no_example(packages):
@@ -298,7 +283,7 @@ def changed(package, to, change):
 
 OTHER_INPUTS = (
     *(("]", ", 1]"), ('"inputs"', '"outputs"'), ("POSITIONAL_OR_KEYWORD", "POSITIONAL_OR_OTHER")),
-    *(('{"parameters": {"', '{"parameters": {"not a '), ('"torch.', '"torch.blocked, not ')),
+    ('{"parameters": {"', '{"parameters": {"not a '),
 )
 
 
@@ -316,7 +301,7 @@ def test_metadata_and_inputs_that_cannot_be_read_are_an_export_error(name, packa
             return text.encode() if name.endswith("extra/compile_callbacks") else data
 
         changed(vars(packages)[name], path, change)
-        with pytest.raises(ExportError, match=r"other\.pt2 is damaged, or another version of compile_callbacks wrote"):
+        with pytest.raises(ExportError, match=r"other\.pt2 is damaged, or was not written by"):
             load_exported(path)
 
 
@@ -333,19 +318,19 @@ def test_files_that_are_not_packages_are_refused(packages, tmp_path):
         data[places] = bytes(255 - byte for byte in data[places])
     path = tmp_path / "net.pt2"
     for data, text in (
-        (b"", "is not a .pt2 package"),
-        (content[: len(content) // 2], "is not a .pt2 package, or is truncated"),
-        *zip(damaged, ["damaged"] * 3, strict=True),
-        (encrypted, "is damaged"),
-        (other.getvalue(), "neither compiled code nor a program"),
-        (of_torch.getvalue(), "was not written by compile_callbacks.export; load it with torch"),
+        (b"", "File is not a zip file"),
+        (content[: len(content) // 2], "File is not a zip file"),
+        *zip(damaged, ["(not match its checksum|zip|magic number|Error)"] * 3, strict=True),
+        (encrypted, "encrypted"),
+        (other.getvalue(), "no item named 'metadata of this library'"),
+        (of_torch.getvalue(), "no item named 'metadata of this library'"),
     ):
         path.write_bytes(data)
-        with pytest.raises(ExportError, match=f"{path}.*{text}"):
+        with pytest.raises(ExportError, match=f"{path} is damaged, or was not written by .*: .*{text}"):
             load_exported(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.pt2.*does not exist"):
         load_exported(tmp_path / "missing.pt2")
-    with pytest.raises(ExportError, match=r"is not a \.pt2 package"):
+    with pytest.raises(ExportError, match=r"is damaged, or was not written by .*: IsADirectoryError"):
         load_exported(tmp_path)
 
 
