@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from compile_callbacks import InductorCompile, graph_pass
 from compile_callbacks.passes import call_before, find_nodes, replace_node
-from compile_callbacks.passes.testing import check_pass
+from compile_callbacks.testing import check_pass
 
 aten = torch.ops.aten
 

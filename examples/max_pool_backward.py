@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from compile_callbacks import GraphPass
 from compile_callbacks.passes import call_before, find_nodes
-from compile_callbacks.passes.testing import check_pass
+from compile_callbacks.testing import check_pass
 
 aten = torch.ops.aten
 offsets_to_indices: Any = inductor_prims._low_memory_max_pool_offsets_to_indices

@@ -1,6 +1,6 @@
 """Custom Inductor graph passes: base classes, and helpers for writing passes.
 
-``compile_callbacks.passes.testing`` has `check_pass`, which tests a pass.
+``compile_callbacks.testing`` has `check_pass`, which tests a pass.
 """
 
 from compile_callbacks.passes.base import GraphPass, graph_pass

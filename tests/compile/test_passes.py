@@ -17,7 +17,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
 from compile_callbacks.passes import RecordGraphs, call_before, count_ops, find_nodes, replace_node
-from compile_callbacks.passes.testing import PassCheck, check_pass
+from compile_callbacks.testing import PassCheck, check_pass
 from tests.cases.zoo import Calls
 from tests.support.models import Classifier, loader, mlp, trainer
 

@@ -14,8 +14,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compile_callbacks.passes.testing import check_pass
-from compile_callbacks.testing import assert_same_training
+from compile_callbacks.testing import assert_same_training, check_pass
 from tests.support.models import Wrapper
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported

@@ -19,7 +19,7 @@ import compile_callbacks
 
 ROOT = Path(compile_callbacks.__file__).parent
 INTERNALS = {"_dynamo", "_inductor", "_functorch", "_ops", "_C"}
-MAY_IMPORT_LIGHTNING = {"callbacks", "testing.py", "report/loggers.py"}
+MAY_IMPORT_LIGHTNING = {"callbacks", "testing", "report/loggers.py"}
 
 
 def imports(path: Path) -> set[str]:

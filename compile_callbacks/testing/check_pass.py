@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compile_callbacks import _torch
+from compile_callbacks._utils.errors import CompileError
 from compile_callbacks._utils.messages import check_choice, check_type
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import MODE_ARGUMENTS, PHASES, Phase
+from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.passes.base import as_passes, pass_hook
-from compile_callbacks.passes.manager import find_pass_error, pass_options
+from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
-
-__all__ = ["PassCheck", "check_pass"]
+from compile_callbacks.session.grad_mode import compile_phases, restore
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,8 @@ class PassCheck:
     def max_abs_error(self) -> float:
         """The largest absolute difference from eager in any element."""
         pairs = zip(tree_leaves(self.actual), tree_leaves(self.expected), strict=True)
-        tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.numel()]
-        return max(
-            (float((a.to(torch.complex128) - b.to(torch.complex128)).abs().max()) for a, b in tensors), default=0.0
-        )
+        errors = [(a.to(torch.complex128) - b).abs().max() for a, b in pairs if torch.is_tensor(a) and a.numel()]
+        return float(max(errors, default=0.0))
 
     def assert_close(self, *, rtol: float | None = None, atol: float | None = None) -> None:
         """Compare the compiled results with eager by `torch.testing.assert_close`.
@@ -105,29 +103,24 @@ def check_pass(
     check_type("module", module, nn.Module, "a torch.nn.Module")
     check_choice("phase", phase, PHASES)
     before, after = RecordGraphs(hook=pass_hook(graph_pass)), RecordGraphs(hook=pass_hook(graph_pass))
-    # Each check needs its own code object, because torch's recompile limit counts the graphs of one code object.
-    function = _torch.dynamo.function_with_own_cache(_call_module, "checked_module")  # type: ignore[arg-type]
-    all_options = {**(options or {}), **pass_options((before, graph_pass, after), phase)}
-    validates = _torch.dynamo.validate_arguments(False)
+    config = InductorConfig(options=options or {}, passes=(before, graph_pass, after))
+    modes: dict[str, Any] = {argument: config if phase == of else None for of, argument in MODE_ARGUMENTS.items()}
+    compiled = compile_phases(copy.deepcopy(module), **modes, on_error="raise", verify="off")
     try:
-        actual = _results(torch.compile(function, options=all_options), module, inputs, phase)
-    except Exception as error:
+        actual = _results(compiled, inputs, phase)
+    except CompileError as error:
         raise find_pass_error(error) or error from None
     finally:
-        _torch.dynamo.validate_arguments(validates)
-    expected = _results(_call_module, module, inputs, phase)
+        restore(compiled)
+    expected = _results(copy.deepcopy(module), inputs, phase)
     return PassCheck(tuple(before.graphs), tuple(after.graphs), actual, expected)
 
 
-def _call_module(module: nn.Module, *inputs: Any) -> Any:
-    return module(*inputs)
-
-
-def _results(call: Callable[..., Any], module: nn.Module, inputs: tuple[Any, ...], phase: Phase) -> Any:
-    module, inputs = copy.deepcopy(module).train(phase == "train"), copy.deepcopy(inputs)
+def _results(module: nn.Module, inputs: tuple[Any, ...], phase: Phase) -> Any:
+    module, inputs = module.train(phase == "train"), copy.deepcopy(inputs)
     torch.manual_seed(0)
     with torch.set_grad_enabled(phase == "train"):
-        outputs = call(module, *inputs)
+        outputs = module(*inputs)
     if phase == "infer":
         return outputs
     differentiable = [out for out in tree_leaves(outputs) if isinstance(out, torch.Tensor) and out.requires_grad]
