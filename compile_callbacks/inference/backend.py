@@ -59,7 +59,6 @@ class InductorBackend:
             fields. ``freezing`` freezes the weights into the code.
         verify: The reaction if a graph differs from eager at its first execution. See `InductorCompile`.
         on_error: The reaction if the compiler fails. See `InductorCompile`. A `build` that raises changes nothing.
-        name: The backend's name in messages. If ``None``, the name is ``"InductorBackend"``.
 
     Attributes:
         state: The state.
@@ -67,7 +66,7 @@ class InductorBackend:
         device: The device of an active or inactive backend. ``None`` before the first compile.
 
     Raises:
-        ValueError: If a choice is unknown, the mode compiles nothing, or the name is empty.
+        ValueError: If a choice is unknown, or the mode compiles nothing.
         TypeError: If a value has the wrong type.
 
     Example::
@@ -81,20 +80,9 @@ class InductorBackend:
         <InductorBackend: Linear, max-autotune-no-cudagraphs, cpu, inactive>
     """
 
-    def __init__(
-        self,
-        mode: Mode = "default",
-        *,
-        verify: Verify = "warn",
-        on_error: OnError = "eager",
-        name: str | None = None,
-    ) -> None:
+    def __init__(self, mode: Mode = "default", *, verify: Verify = "warn", on_error: OnError = "eager") -> None:
         self.config = as_compiling_config(mode)
         self._settings = TargetSettings(on_error=on_error, verify=verify)
-        check_type("name", name, (str, type(None)), "a string or None")
-        self.name = "InductorBackend" if name is None else name
-        if not self.name.strip() or not self.name.isprintable():
-            raise ValueError(with_code("CC205", f"name={name!r} must be a line of text that is not empty"))
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
@@ -114,7 +102,7 @@ class InductorBackend:
 
     def __repr__(self) -> str:
         module = "no module" if self._module is None else type(self._module).__qualname__
-        return f"<{self.name}: {module}, {self.config.describe()}, {self.device or 'no device'}, {self.state}>"
+        return f"<InductorBackend: {module}, {self.config.describe()}, {self.device or 'no device'}, {self.state}>"
 
     def __reduce__(self) -> NoReturn:
         text = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
@@ -229,11 +217,11 @@ class InductorBackend:
         samples.
 
         Raises:
-            ValueError: If passes, option values or weights cannot be saved. The message names them.
+            ValueError: If an option value cannot be saved. The message names it.
         """
         self._after("to_dict")
         assert self._module is not None
-        return {"config": self.config.to_dict(), **saved_state.state_of(self._module)}
+        return {**saved_state.state_of(self._module), "config": self.config.to_dict()}
 
     @classmethod
     def from_dict(
@@ -245,7 +233,6 @@ class InductorBackend:
         passes: Sequence[Any] = (),
         verify: Verify = "warn",
         on_error: OnError = "eager",
-        name: str | None = None,
     ) -> Self:
         """Load a backend that `to_dict` saved. Then call `activate` or `deploy`, which compiles the module.
 
@@ -258,20 +245,19 @@ class InductorBackend:
             passes: The graph passes of the config. See `InductorConfig.from_dict`.
             verify: As in the constructor.
             on_error: As in the constructor.
-            name: As in the constructor.
 
         Raises:
-            TypeError: If the module, the data or a sample have the wrong type.
+            TypeError: If the module or a sample has the wrong type.
             ValueError: If the data have another format or version, or their weights do not fit the module. The module
                 is then unchanged. Also if there is no sample, the module is already compiled, or its weights are on
                 several devices or have no values.
         """
         _check_module(module)
-        saved_state.check_state(state)
+        saved_state.check_state(state, module)
         config = InductorConfig.from_dict(state["config"], passes=passes)
-        backend = cls(config, verify=verify, on_error=on_error, name=name)
+        backend = cls(config, verify=verify, on_error=on_error)
         backend._samples = as_samples(samples)
-        saved_state.load_weights(state, module)
+        module.load_state_dict(state["state_dict"])
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend
 
@@ -280,7 +266,7 @@ class InductorBackend:
         allowed = TRANSITIONS[self.state]
         if call not in allowed:
             choices = ", ".join(f"{choice}()" for choice in allowed)
-            text = f"{self.name}: {call}() is not allowed in the state {self.state!r}; allowed: {choices}"
+            text = f"InductorBackend: {call}() is not allowed in the state {self.state!r}; allowed: {choices}"
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
