@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -138,32 +138,24 @@ class InductorConfig(Settings):
 
     def describe(self) -> str:
         """Return the settings that differ from the defaults, in one line, or ``"default"`` if all are defaults."""
-        parts = [name for name in (self.mode, self.template) if name not in (None, "default")]
+        changed = self._changed()
+        parts = [changed.pop(name) for name in ("mode", "template") if name in changed]
         if self.options:
             shown = ", ".join(f"{name}: {value}" for name, value in self._options_as_text().items())
-            parts.append(f"options={{{shown}}}")
-        for f in fields(self)[3:]:
-            value = getattr(self, f.name)
-            if f.name == "dynamo":
-                if value:
-                    parts.append(f"dynamo={dict(value)}")
-            elif value != f.default:
-                shown = f"[{', '.join(map(pass_name, value))}]" if f.name == "passes" else f"{value}"
-                parts.append(f"{f.name}={shown}")
-        return ", ".join(map(str, parts)) or "default"
+            changed["options"] = f"{{{shown}}}"
+        if self.passes:
+            changed["passes"] = f"[{', '.join(map(pass_name, self.passes))}]"
+        return ", ".join([*parts, *(f"{name}={value}" for name, value in changed.items())]) or "default"
 
     def key(self) -> str:
         """Return a hash of the settings, which is the same in every process."""
-        template = self.template and [self.template, dict(templates.get(self.template).resolved_options())]
-        return digest(
-            {
-                **self._fields(),
-                "template": template,
-                "options": self._options_as_text(),
-                "dynamo": dict(self.dynamo),
-                "passes": [pass_identity(graph_pass) for graph_pass in self.passes],
-            }
-        )
+        described: dict[str, Any] = {
+            "options": self._options_as_text(),
+            "passes": list(map(pass_identity, self.passes)),
+        }
+        if self.template is not None:
+            described["template"] = [self.template, templates.get(self.template).resolved_options()]
+        return digest({**self._changed(), **described})
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return each Inductor option that these settings set, including the options of the mode and the template.
@@ -193,10 +185,10 @@ class InductorConfig(Settings):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 text = f"options[{name!r}]={value!r} cannot be saved: it is not a number, a string, a boolean or None"
                 raise ValueError(with_code("CC207", text))
-        data = {**self._fields(), "options": dict(self.options), "dynamo": dict(self.dynamo)}
-        data["passes"] = [pass_name(graph_pass) for graph_pass in self.passes]
-        default = {**InductorConfig()._fields(), "options": {}, "dynamo": {}, "passes": []}
-        return {name: value for name, value in data.items() if value != default[name]}
+        data = self._changed()
+        if self.passes:
+            data["passes"] = list(map(pass_name, self.passes))
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, passes: Sequence[Any] = ()) -> InductorConfig:
@@ -235,8 +227,12 @@ class InductorConfig(Settings):
         """Whether these settings freeze weights while they are constant."""
         return bool(self.resolved_options().get("freezing"))
 
-    def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def _changed(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {"options": dict(self.options), "dynamo": dict(self.dynamo)}
+        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
     def _options_as_text(self) -> dict[str, str]:
         return {name: _as_text(value) for name, value in sorted(self.options.items())}
