@@ -66,16 +66,15 @@ def device_name(device: torch.device) -> str:
     """Return the model name of a GPU or CPU, or the type of any other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return cpu_info("model name") if device.type == "cpu" else str(device)
+    return _cpu_name() if device.type == "cpu" else str(device)
 
 
 @functools.cache
-def cpu_info(*fields: str) -> str:
-    """Return the first of these fields in ``/proc/cpuinfo``, or the processor's name if the file has no such field."""
+def _cpu_name() -> str:
+    """Return the processor's name in ``/proc/cpuinfo``, or Python's if there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    entries = (line.partition(":") for line in lines)
-    names = (value.strip() for field, _, value in entries if field.strip().lower() in fields)
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())

@@ -59,49 +59,37 @@ def check_fields(data: Any, dataclass: type, hint: str = "") -> None:
     known = [field.name for field in dataclasses.fields(dataclass)]
     for name in data:
         if name not in known:
-            hint = f" {REMOVED_ARGUMENTS[name]}" if name in REMOVED_ARGUMENTS else hint
             raise ValueError(with_code("CC201", unknown("field", name, known) + hint))
 
 
-REMOVED_ARGUMENTS = {
-    "new_shapes": "A call that the code does not fit runs eagerly; to raise instead, call "
-    'torch.compiler.set_stance("fail_on_recompile") after the first compiled steps',
-    "trace_dir": "Write TORCH_TRACE=folder python train.py instead",
-    "budget_seconds": "It has no replacement: a Tune ends by itself",
-    "min_speedup": "It has no replacement: a Tune always needs the same speedup",
-}
-"""The hint for each argument of an earlier version."""
-
-
 def explain_unknown_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a function refuse an unknown keyword with a hint.
-
-    For a removed argument or an argument of ``torch.compile``, the hint says what to write instead. For any other name,
-    the hint lists similar names.
-    """
+    """Make a function refuse an unknown keyword with a hint: similar names, or what an argument of torch becomes."""
     names = [name for name in inspect.signature(function).parameters if name != "self"]
-    has_phases = "train_mode" in names
     called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name, value in kwargs.items():
             if name not in names:
-                if name in REMOVED_ARGUMENTS:
-                    hint = REMOVED_ARGUMENTS[name]
-                elif name == "mode" and has_phases:
-                    hint = f"Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})"
-                elif name == "backend" and has_phases:
-                    hint = f"The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)"
-                elif name in ("dynamic", "fullgraph", "options", "template", "freezing") and has_phases:
-                    hint = f"{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})"
-                else:
-                    near = difflib.get_close_matches(name, names)
-                    hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"
+                near = difflib.get_close_matches(name, names)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Arguments: {', '.join(names)}"
+                if "train_mode" in names and name in _OF_TORCH:
+                    hint = _OF_TORCH[name].format(called=called, name=name, value=value)
                 raise TypeError(with_code("CC201", f"{called} has no argument {name!r}. {hint}"))
         return function(*args, **kwargs)
 
     return checked
+
+
+_OF_TORCH = {
+    **dict.fromkeys(
+        ("dynamic", "fullgraph", "options", "template", "freezing"),
+        "{name!r} is a setting of a phase: {called}(train_mode={{{name!r}: {value!r}}})",
+    ),
+    "mode": "Each phase has its own mode: {called}(train_mode={value!r}, infer_mode={value!r})",
+    "backend": "The backend is always Inductor. Set the modes: {called}(train_mode=..., infer_mode=...)",
+}
+"""The hint for each argument of ``torch.compile``, and of a phase, where each phase has its own settings."""
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import shutil
@@ -17,15 +18,9 @@ import torch
 from torch import nn
 
 from compile_callbacks._utils.device import device_name
-from compile_callbacks._utils.errors import warn_user, with_code
+from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import read_json, write_json
-from compile_callbacks._utils.fingerprints import (
-    architecture_fingerprint,
-    code_fingerprint,
-    device_fingerprint,
-    digest,
-    installed_version,
-)
+from compile_callbacks._utils.fingerprints import digest, installed_version
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.passes.base import pass_identity
 
@@ -45,11 +40,7 @@ def check_cache_dir(folder: Any) -> Path | None:
     name = os.fspath(folder)
     if not name:
         raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
-    try:
-        path = Path(name).expanduser().absolute()
-    except RuntimeError as error:  # the user has no home folder
-        warn_user("CC401", f"cache_dir={name!r} is not used, and no code is cached there: {error}")
-        return None
+    path = Path(name).expanduser().absolute()
     with contextlib.suppress(OSError):  # `begin` warns about a path that this user may not read
         if path.exists() and not path.is_dir():
             raise ValueError(with_code("CC401", f"cache_dir={folder!r} must be a folder, but is a file"))
@@ -169,12 +160,12 @@ class ModelRecord:
     def load(self) -> dict[str, Any]:
         """Read the version and the sections of the file, without values of the wrong type."""
         data = read_json(self.path)
-        known = data if isinstance(data, dict) and data.get("version") == VERSION else {}
         record: dict[str, Any] = {"version": VERSION}
+        known = data if isinstance(data, dict) and data.get("version") == VERSION else {}
         for section in _SECTIONS:
             entries = known.get(section)
-            entries = entries if isinstance(entries, dict) else {}
-            record[section] = {key: value for key, value in entries.items() if isinstance(value, dict)}
+            pairs = entries.items() if isinstance(entries, dict) else ()
+            record[section] = {key: value for key, value in pairs if isinstance(value, dict)}
         return record
 
     def update(self, section: str, key: str, value: Any) -> str | None:
@@ -198,9 +189,32 @@ class ModelRecord:
         return None
 
 
+_LIBRARIES = ("builtins", "abc", "typing", "torch", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
 def model_fingerprint(module: nn.Module) -> str:
-    """Return a hash that identifies a model by its architecture and its code."""
-    return digest([architecture_fingerprint(module), code_fingerprint(module)])
+    """Return a hash of a module: its structure, the shapes and dtypes of its weights, and the source of its classes.
+
+    The hash is the same in every process, and does not cover functions that the methods call. It omits what has no
+    description, such as the shape of a lazy weight, and calls no code of the user except ``extra_repr``.
+    """
+    structure = re.sub(" at 0x[0-9a-f]+", "", _or_none(repr, module) or "")
+    weights = [
+        (name, _or_none(lambda weight: str(tuple(weight.shape)), weight), str(weight.dtype))
+        for name, weight in (*module.named_parameters(), *module.named_buffers())
+    ]
+    classes = {base for submodule in module.modules() for base in type(submodule).__mro__}
+    users_classes = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]
+    sources = sorted((base.__qualname__, _or_none(inspect.getsource, base) or "") for base in users_classes)
+    return digest([structure, weights, sources])
+
+
+def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
+    """Return the text, or ``None`` on an error."""
+    try:
+        return describe(value)
+    except Exception:
+        return None
 
 
 def conditions(
@@ -210,7 +224,7 @@ def conditions(
     return {
         "compile-callbacks": installed_version("compile-callbacks") or "none",
         "device": device_name(device),
-        "device_key": device_fingerprint(device),
+        "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "model": model,
         "passes": ", ".join(pass_identity(graph_pass) for graph_pass in passes),

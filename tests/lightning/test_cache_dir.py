@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import pickle
@@ -19,9 +20,9 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
-from compile_callbacks.cache.folder import ModelRecord
+from compile_callbacks.cache.folder import ModelRecord, model_fingerprint
 from compile_callbacks.cli.doctor import check_cache_folder
-from tests.support.models import CLASSES, FEATURES, fit, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 # Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
@@ -153,16 +154,6 @@ def test_a_folder_with_a_space_is_used_through_a_link_and_one_that_cannot_be_wri
     assert not used.exists()
 
 
-@pytest.mark.usefixtures("captured_graph")
-def test_a_user_without_a_home_folder_compiles_without_the_cache(monkeypatch):
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
-    with pytest.warns(CompileWarning, match="cache_dir='~/kept' is not used.*home.*CC401"):
-        callback = InductorCompile("default", None, cache_dir="~/kept", baseline_steps=0)
-    fit(callback, train=2)
-    assert callback.report.train.graphs == 1
-
-
 NO_FILE = subprocess.CalledProcessError(1, "g++ a b/x.cpp", output=b"g++: error: a: No such file")
 
 
@@ -285,3 +276,60 @@ def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatc
     callback = InductorCompile(infer_mode=None, baseline_steps=0, targets=["net"])
     with pytest.warns(CompileWarning, match="runs eagerly in the train phase.*CC301"):
         fit(callback, train=2, validation=None)
+
+
+# ---------------------------------------------------------------------------------------- fingerprints
+
+
+class Net(Classifier):
+    def extra_repr(self):
+        return f"kind={object()}"
+
+
+def net_with(**members):
+    return type("Net", (nn.Module,), members)()
+
+
+def test_model_fingerprint_depends_on_structure_and_not_on_values():
+    linear, shared = nn.Linear(2, 3), nn.Linear(2, 2)
+    single = [linear, nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).double()]
+    single += [nn.Dropout(0.1), nn.Dropout(0.2), shared]
+    several = [(linear, nn.ReLU()), (shared, shared), (shared, nn.Linear(2, 2))]
+    unlike = {model_fingerprint(nn.Sequential(*layers)) for layers in [*((one,) for one in single), *several]}
+    assert len(unlike) == len(single) + len(several)
+    assert model_fingerprint(nn.Sequential(nn.Linear(2, 3))) == model_fingerprint(nn.Sequential(linear))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:The PyTorch API of nested tensors")
+def test_model_fingerprint_leaves_out_parts_that_it_cannot_describe():
+    for make in (
+        lambda: nn.LazyLinear(3),
+        lambda: net_with(extra_repr=lambda self: 1 / 0),
+        lambda: torch.jit.script(nn.Linear(2, 2)),
+        lambda: nn.ParameterList([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]),
+    ):
+        assert model_fingerprint(nn.Sequential(make())) == model_fingerprint(nn.Sequential(make()))
+
+
+def test_model_fingerprint_depends_on_the_source_of_the_users_classes(tmp_path):
+    def fingerprint(name, forward):
+        path = tmp_path / f"{name}.py"
+        bases = "from torch import nn\n\nclass Mixin:\n    pass\n\n"
+        path.write_text(f"{bases}class Net(Mixin, nn.Module):\n    def forward(self, x):\n        return {forward}\n")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.dict("sys.modules", {name: module}):
+            spec.loader.exec_module(module)
+            return model_fingerprint(nn.Sequential(module.Net()))
+
+    assert fingerprint("one", "x.sin()") == fingerprint("two", "x.sin()")
+    assert fingerprint("one", "x.sin()") != fingerprint("three", "x.cos()")
+
+
+@pytest.mark.slow
+def test_fingerprints_are_equal_in_every_process():
+    program = """
+        from tests.lightning.test_cache_dir import Net, model_fingerprint
+        print(model_fingerprint(Net()))
+    """
+    assert run_in_new_process(program).strip() == model_fingerprint(Net())  # which has another hash seed

@@ -238,7 +238,6 @@ def test_the_validation_is_off_while_compiled_on_after_restore_and_off_after_the
         ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
         ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
         ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
-        ({"new_shapes": "raise"}, TypeError, "has no argument 'new_shapes'. A call .* runs eagerly"),
         ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),
         ({"targets": []}, ValueError, "targets"),
         ({"baseline_steps": -1}, ValueError, "baseline_steps=-1"),

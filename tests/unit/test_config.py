@@ -78,7 +78,6 @@ TYPES = [
     (Tune, {"candidates": ["default", 3]}, r"candidates\[1\]=3"),
     (tune, {"step": 7}, "Tune has no argument 'step'. Did you mean 'steps'"),
     (tune, {"mode": "default"}, "Tune has no argument 'mode'. Arguments: candidates, steps"),
-    (tune, {"budget_seconds": 60}, "Tune has no argument 'budget_seconds'. It has no replacement"),
 ]
 
 

@@ -1,36 +1,30 @@
-"""Atomic files, texts of errors and recompiles, tables as plain text, and fingerprints."""
+"""Atomic files, texts of errors and recompiles, and tables as plain text."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import re
 import subprocess
 import sys
-import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
-from torch import nn
 
 from compile_callbacks import CompileReport, PhaseReport
 from compile_callbacks._utils import device
 from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
-from compile_callbacks._utils.fingerprints import architecture_fingerprint, code_fingerprint
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.profiling.recompiles import explain_recompile
 from compile_callbacks.report.data import FILE_NAME
 from compile_callbacks.report.file import append_record
-from tests.support.models import Classifier
-from tests.support.processes import run_in_new_process
 
 
 def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
@@ -169,68 +163,3 @@ GRAD_MODE = "Trainer(inference_mode=False) avoids it"
 def test_the_reason_in_words_and_the_advice_for_the_argument_of_the_user(reason, words, fix):
     assert explain_recompile(reason, "infer_mode") == (words, fix)
     assert explain_recompile(reason) == (words, fix and fix.replace("infer_mode", "mode"))
-
-
-# ------------------------------------------------------------------------------------------ fingerprints
-
-
-class Net(Classifier):
-    def extra_repr(self):
-        return f"kind={object()}"
-
-
-def net_with(**members):
-    return type("Net", (nn.Module,), members)()
-
-
-def test_architecture_fingerprint_depends_on_structure_and_not_on_values():
-    linear, shared = nn.Linear(2, 3), nn.Linear(2, 2)
-    single = [linear, nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).double()]
-    single += [nn.Dropout(0.1), nn.Dropout(0.2), shared]
-    several = [(linear, nn.ReLU()), (shared, shared), (shared, nn.Linear(2, 2))]
-    unlike = {architecture_fingerprint(nn.Sequential(*layers)) for layers in [*((one,) for one in single), *several]}
-    assert len(unlike) == len(single) + len(several)
-    assert architecture_fingerprint(nn.Sequential(nn.Linear(2, 3))) == architecture_fingerprint(nn.Sequential(linear))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:The PyTorch API of nested tensors")
-def test_architecture_fingerprint_leaves_out_parts_that_it_cannot_describe():
-    for make in (
-        lambda: nn.LazyLinear(3),
-        lambda: net_with(extra_repr=lambda self: 1 / 0),
-        lambda: torch.jit.script(nn.Linear(2, 2)),
-        lambda: nn.ParameterList([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]),
-    ):
-        assert architecture_fingerprint(nn.Sequential(make())) == architecture_fingerprint(nn.Sequential(make()))
-
-
-def test_code_fingerprint_depends_on_the_source_of_the_users_classes(tmp_path):
-    def fingerprint(name, forward):
-        path = tmp_path / f"{name}.py"
-        bases = "from torch import nn\n\nclass Mixin:\n    pass\n\n"
-        path.write_text(f"{bases}class Net(Mixin, nn.Module):\n    def forward(self, x):\n        return {forward}\n")
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        with unittest.mock.patch.dict("sys.modules", {name: module}):
-            spec.loader.exec_module(module)
-            return code_fingerprint(nn.Sequential(module.Net()))
-
-    assert fingerprint("one", "x.sin()") == fingerprint("two", "x.sin()")
-    assert fingerprint("one", "x.sin()") != fingerprint("three", "x.cos()")
-    assert code_fingerprint(nn.Linear(2, 2)) == code_fingerprint(nn.Sequential(nn.Conv2d(1, 1, 1)))
-
-
-@pytest.mark.timeout(30)
-def test_code_fingerprint_ends_for_any_class_attribute():
-    for member in (unittest.mock.MagicMock(), unittest.mock.create_autospec(lambda self: 1)):
-        assert code_fingerprint(net_with(member=member)) == code_fingerprint(net_with(member=member))
-
-
-@pytest.mark.slow
-def test_fingerprints_are_equal_in_every_process():
-    print_fingerprints = """
-        from tests.unit.test_utils import Net, architecture_fingerprint, code_fingerprint
-        print(code_fingerprint(Net()), architecture_fingerprint(Net()))
-    """
-    printed = run_in_new_process(print_fingerprints)  # which has another hash seed
-    assert printed.split() == [code_fingerprint(Net()), architecture_fingerprint(Net())]
