@@ -253,14 +253,10 @@ class ExportedCall:
             return program.run_decompositions({}) if torch.is_autocast_enabled(self._device.type) else program
         except Exception as error:
             name = type(self._module).__name__
+            text = f"{name} cannot be exported: {_describe_trace_error(error)}"
             if "Constraints violated" in str(error):
-                guards = re.findall("generated guard (.+)", str(error))
-                why = f"assumes {guards[0].rstrip('.')}" if guards else "computes with the size as a number"
-                inputs = " and ".join(repr(name) for name, each in self._spec.inputs.items() if each.has_batch)
-                text = f"{name} does not work for every batch size of input {inputs}: it {why}; dynamic_batch=False "
-                text += f"exports {name} for the batch size of the example"
-            else:
-                text = f"{name} cannot be exported: {_describe_trace_error(error)}"
+                guard = next(iter(re.findall("generated guard (.+)", str(error))), "computes with it as a number")
+                text = f"{name} does not work for every batch size ({guard}); dynamic_batch=False exports one size"
             raise ExportError(with_code("CC601", text)) from error
 
 
