@@ -40,18 +40,8 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            signatures: list[Any] = []
-            for item in value:  # without further functions, because each timed step needs the signature of its batch
-                if left[0] <= 0:
-                    break
-                if isinstance(item, torch.Tensor):
-                    left[0] -= 1
-                    signatures.append(
-                        TensorSignature(tuple(item.shape), item.dtype, item.device.type, item.requires_grad)
-                    )
-                else:
-                    signatures.append(_signature_of(item, left, depth - 1))
-            return tuple(signatures) if len(signatures) == len(value) else (*signatures, len(value))
+            signatures = tuple(_signature_of(item, left, depth - 1) for item in _while_left(value, left))
+            return signatures if len(signatures) == len(value) else (*signatures, len(value))
         if (entries := _entries(value)) is not None:
             return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
     return type(value)

@@ -30,7 +30,7 @@ from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
-from compile_callbacks.targets.resolve import present_names, resolve_targets
+from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.targets.target import Target
 from compile_callbacks.targets.users_compile import LIGHTNING_MODULE, match_orig_mod_keys, unwrap_compiled
 
@@ -229,4 +229,4 @@ def _unwrap_compiled(pl_module: LightningModule, arguments: CompileArguments, tr
 def _resolve_again(pl_module: LightningModule, arguments: CompileArguments) -> Sequence[Target]:
     """Return the targets of a module that changed during a run."""
     _unwrap_compiled(pl_module, arguments)
-    return resolve_targets(pl_module, present_names(pl_module, arguments.targets or ()))
+    return resolve_targets(pl_module, arguments.targets or (), changed=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -63,7 +62,7 @@ def is_inference_graph(hook: str, graph: Graph) -> bool:
     return not (torch.is_grad_enabled() and requires_grad)
 
 
-_current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
+current_phase: contextvars.ContextVar[Phase | None] = contextvars.ContextVar("phase", default=None)
 
 Function = Callable[[torch.fx.Graph, bool], None]
 
@@ -140,7 +139,7 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     @property
     def phase(self) -> Phase | None:
         """The phase that is being compiled, ``"train"`` or ``"infer"``. ``None`` outside this library."""
-        return _current_phase.get()
+        return current_phase.get()
 
     @property
     def name(self) -> str:
@@ -265,13 +264,3 @@ def pass_identity(graph_pass: Any) -> str:
     uuid = graph_pass.uuid()
     identity = getattr(graph_pass, "_number", None) if uuid is None else uuid
     return f"{type(graph_pass).__module__}.{pass_name(graph_pass)}:{identity!r}"
-
-
-@contextlib.contextmanager
-def running_in(phase: Phase) -> Iterator[None]:
-    """Set `GraphPass.phase` within a ``with`` block."""
-    token = _current_phase.set(phase)
-    try:
-        yield
-    finally:
-        _current_phase.reset(token)

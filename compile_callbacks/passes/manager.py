@@ -18,10 +18,10 @@ from compile_callbacks.passes.base import (
     HOOK_OPTIONS,
     GraphKind,
     GraphPass,
+    current_phase,
     graph_kind,
     pass_hook,
     pass_name,
-    running_in,
     with_inference_flag,
 )
 
@@ -82,9 +82,12 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     @with_inference_flag
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Run the passes."""
-        with running_in(self.phase):
+        token = current_phase.set(self.phase)
+        try:
             for graph_pass in self.passes:
                 self._run(graph_pass, graph, is_inference)
+        finally:
+            current_phase.reset(token)
 
     def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
         before, inputs, outputs, started = _nodes(graph), _inputs(graph), _outputs(graph), time.perf_counter()

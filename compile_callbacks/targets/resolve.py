@@ -43,8 +43,8 @@ def check_target_names(targets: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def resolve_targets(root: nn.Module, names: Sequence[str]) -> list[Target]:
-    """Return the targets for a checked ``targets`` argument.
+def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = False) -> list[Target]:
+    """Return the targets for a checked ``targets`` argument. A ``changed`` module may no longer have each name.
 
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
     itself. If FSDP shards a module in parts, its innermost parts replace the module.
@@ -52,18 +52,15 @@ def resolve_targets(root: nn.Module, names: Sequence[str]) -> list[Target]:
     Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
     function, because they already do not support the settings that sharing excludes.
     """
-    of_globs = {id(callee.module) for name in names if set(name) & set("*?[") for callee in _matching(root, name)}
-    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
-    return group_targets(root, [callee for name in names for callee in _matching(root, name)], shares)
-
-
-def present_names(root: nn.Module, names: Sequence[str]) -> Sequence[str]:
-    """Return a checked ``targets`` argument without the names that a changed module no longer has."""
-    present: list[str] = []
+    callees: list[Callee] = []
+    of_globs = set[int]()
     for name in names:
-        with contextlib.suppress(ValueError):
-            present += [name] if _matching(root, name) else []
-    return present
+        with contextlib.suppress(ValueError) if changed else contextlib.nullcontext():
+            matching = _matching(root, name)
+            callees += matching
+            of_globs |= {id(callee.module) for callee in matching if set(name) & set("*?[")}
+    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
+    return group_targets(root, callees, shares)
 
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:
