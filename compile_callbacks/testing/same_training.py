@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from typing_extensions import override
@@ -48,10 +47,10 @@ def assert_same_training(
 ) -> Literal["same", "cannot tell"]:
     """Train a module without a callback and with it, from the same seeds, and compare the two runs after each step.
 
-    The function compares losses, validation outputs, gradients, weights, buffers, optimizer state, logged metrics, the
-    order of Lightning's hooks, Python attributes of the modules (numbers, strings, collections of them and
-    ``random.Random``) and the global random generators. It keeps the values of each step in CPU memory. Compiled code
-    draws eager's random numbers (``fallback_random``).
+    The function compares losses, validation outputs, gradients, weights, buffers, optimizer state, logged metrics,
+    Python attributes of the modules (numbers, strings, collections of them and ``random.Random``) and the global random
+    generators. It keeps the values of each step in CPU memory. Compiled code draws eager's random numbers
+    (``fallback_random``).
 
     If a value differs by more than the tolerance, the function trains once more without the callback, with noise in the
     last bit of each weight. A difference of the size of this noise's effect is rounding. The result is
@@ -188,7 +187,6 @@ class _Run(Callback):
         self.values: _Values = {}
         self.epsilon = 0.0
         self._noise, self._step = noise, 1
-        self._hooks: list[str] = []
 
     def train(
         self, makers: tuple[Callable[[], Any], Callable[[], Any]], kwargs: Mapping[str, Any], *callbacks: Callback
@@ -197,13 +195,11 @@ class _Run(Callback):
             _seed(0)
             module, data = (make() for make in makers)
             users = copy.deepcopy(kwargs.get("callbacks")) or []
-            ignored = tuple(f"[Callback]{callback.state_key}." for callback in callbacks)
             settings = {
                 **dict.fromkeys(_DISABLED, False),
                 "default_root_dir": folder,
                 **kwargs,
                 "callbacks": [*(users if isinstance(users, list) else [users]), *callbacks, self],
-                "profiler": _HookOrder(self._hooks, ignored),
             }
             trainer = Trainer(**settings)
             self.epsilon = next(torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision))
@@ -256,8 +252,6 @@ class _Run(Callback):
             states["cuda"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
         for name, state in states.items():
             self._record(f"random generator {name}", hashlib.sha256(pickle.dumps(state)).hexdigest())
-        self._record("hook", self._hooks)
-        self._hooks.clear()
 
 
 def _seed(seed: int) -> None:
@@ -282,20 +276,3 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _leaves(name, sorted(map(repr, value)))
     elif isinstance(value, random.Random):
         yield name, hash(value.getstate())
-
-
-class _HookOrder(Profiler):
-    """Lists the hooks that Lightning calls, except those of the callback that is checked."""
-
-    def __init__(self, hooks: list[str], ignored: tuple[str, ...]) -> None:
-        super().__init__()
-        self._hooks, self._ignored = hooks, ignored
-
-    @override
-    def start(self, action_name: str) -> None:
-        if not self._ignored or not action_name.startswith(self._ignored):
-            self._hooks.append(action_name)
-
-    @override
-    def stop(self, action_name: str) -> None:
-        pass

@@ -130,7 +130,6 @@ MEDDLINGS = {
     "attribute of the module draws": lambda t, m: m.draws.random(),
     "random generator random": lambda t, m: random.random(),
     "random generator numpy": lambda t, m: np.random.rand(),
-    "hook ": lambda t, m: t.profiler.start("[LightningModule]Ordinary.on_train_epoch_start"),
     "metric other": lambda t, m: m.log("other", 1.0),
 }
 
