@@ -9,8 +9,8 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._triton import has_triton, has_triton_tma_device
@@ -19,8 +19,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
 
 
-@dataclass(frozen=True)
-class Template:
+class Template(NamedTuple):
     """A named set of Inductor options.
 
     Attributes:
@@ -35,17 +34,12 @@ class Template:
     name: str
     description: str
     mode: str = "default"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = MappingProxyType({})
     needs: str = ""
     works_on: Callable[[torch.device], bool] = lambda device: True
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Return each Inductor option that the template and its mode set.
-
-        Args:
-            device: The module's device. If the template does not work on the device, the method omits ``options``. If
-                ``None``, the method omits nothing.
-        """
+        """Return each Inductor option that the template and its mode set, without ``options`` if they do not work."""
         options = self.options if device is None or self.works_on(device) else {}
         return {**_torch.inductor.options_of_mode(self.mode), **options}
 
