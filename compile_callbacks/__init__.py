@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from compile_callbacks.inference.backend import InductorBackend as InductorBackend
     from compile_callbacks.passes.base import GraphPass as GraphPass
     from compile_callbacks.passes.base import graph_pass as graph_pass
-    from compile_callbacks.report.data import PhaseReport as PhaseReport
+    from compile_callbacks.report.figures import PhaseReport as PhaseReport
     from compile_callbacks.report.report import CompileReport as CompileReport
     from compile_callbacks.session.grad_mode import compile_phases as compile_phases
     from compile_callbacks.session.grad_mode import report_of as report_of
@@ -40,7 +40,7 @@ _MODULES = {
     "InductorBackend": "inference.backend",
     "InductorCompile": "callbacks.inductor_compile",
     "InductorConfig": "config.inductor_config",
-    "PhaseReport": "report.data",
+    "PhaseReport": "report.figures",
     "Tune": "tuning.tune",
     "compile_phases": "session.grad_mode",
     "export": "exporting.package",

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile
-from compile_callbacks.report.summary import describe_verdict
+from compile_callbacks.report.sentences import describe_verdict
 
 PAGE = Path(__file__).parent / "reference" / "report_gallery.md"
 WIDTH = 1024

@@ -29,10 +29,9 @@ from rich.terminal_theme import MONOKAI
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from compile_callbacks import CompileReport
-from compile_callbacks.report.console import to_plain_text
-from compile_callbacks.report.data import FILE_NAME
-from compile_callbacks.report.file import read_records
+from compile_callbacks.report.file import FILE_NAME, read_records
 from compile_callbacks.report.loggers import PLOT_TAG
+from compile_callbacks.report.render import to_plain_text
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -88,7 +87,7 @@ def show_terminal(run: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
     report = CompileReport.from_dict(read_records(run / FILE_NAME)[-1]["report"])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
-    console.print(f"torch.compile report\n{to_plain_text(report, 100)}", markup=False)
+    console.print(f"torch.compile report\n{to_plain_text(report.phases, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)
     with tempfile.TemporaryDirectory() as folder, browser.chromium(900, 900) as driver:
         file = Path(folder, "terminal.html")

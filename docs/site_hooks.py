@@ -7,8 +7,6 @@ their declarations). The sidebar with the navigation is shown from a smaller wid
 
 from __future__ import annotations
 
-import ast
-import itertools
 import json
 import re
 from pathlib import Path
@@ -78,21 +76,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def with_figures(markdown: str) -> str:
     """Replace the comments that stand for tables of figures."""
-    from compile_callbacks.report import data
+    from compile_callbacks.report.figures import PhaseDiagnostics, PhaseReport
 
     scalars = []
-    tree = ast.parse(Path(data.__file__).read_text())
-    for cls in (data.PhaseReport, data.PhaseDiagnostics):
-        (node,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-        descriptions = {  # the string below a field describes it
-            field.target.id: " ".join(text.value.value.split())
-            for field, text in itertools.pairwise(node.body)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-        }
+    for cls in (PhaseReport, PhaseDiagnostics):
         rows = ["| field | row of the table | meaning |", "| --- | --- | --- |"]
         for name, figure in cls.declared().items():
-            label = f"`{figure.label(name)}`" if figure.group else ""
-            rows.append(f"| `{name}` | {label} | {descriptions[name]} |")
+            label = f"`{figure.row}`" if figure.group else ""
+            rows.append(f"| `{name}` | {label} | {' '.join(figure.__doc__.split())} |")
             scalars += [f"| `{figure.scalar}` | `{name}` |"] if figure.scalar else []
         markdown = markdown.replace(f"<!-- figures of {cls.__name__} -->", "\n".join(rows))
     return markdown.replace("<!-- scalars -->", "\n".join(scalars))

@@ -17,5 +17,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 EAGER = "eager"
 """The mode of a phase that this library does not compile, and the name of its variant."""
 
+WAITING = "waiting"
+"""The name of the variant of eager steps during which the helper process compiles."""
+
 MODE_ARGUMENTS: Mapping[Phase, str] = {"train": "train_mode", "infer": "infer_mode"}
 """The argument that sets the mode of a phase. Advice names it."""

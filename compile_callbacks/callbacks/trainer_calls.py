@@ -24,8 +24,8 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.callbacks.trainer_progress import is_stopping
 from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
-from compile_callbacks.report.console import print_report
 from compile_callbacks.report.loggers import print_line
+from compile_callbacks.report.render import print_report
 from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
@@ -204,7 +204,7 @@ class TrainerCalls:
             if not trainer.is_global_zero or (trainer.state.fn != "fit" and self._printed):
                 return
             self._printed = True
-            print_report(report)
+            print_report(report.phases)
         if path is not None:
             print_line(trainer, f"report: {path}")
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from compile_callbacks.report.contract import ContractError, compare, make_contract, read_contract, read_record
-from compile_callbacks.report.data import FILE_NAME
+from compile_callbacks.report.file import FILE_NAME
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from packaging.version import Version
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import installed_version
 from compile_callbacks._utils.messages import describe_failure, in_one_line
-from compile_callbacks.report.console import print_texts
+from compile_callbacks.report.render import print_texts
 
 _MIN_FREE_GIB = 1.0  # a day of compiling fills hundreds of MiB
 _CPP_COMPILER = "apt-get install g++ (macOS: xcode-select --install), and unset CXX or set it to a compiler that runs"

@@ -13,7 +13,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
-from compile_callbacks.report.console import print_texts
+from compile_callbacks.report.render import print_texts
 
 _USED_FOR = {
     "default": "Fused kernels: the usual choice",

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks.report.console import print_report, print_texts
-from compile_callbacks.report.data import FILE_NAME, VERSION
-from compile_callbacks.report.file import read_records
+from compile_callbacks.report.file import FILE_NAME, VERSION, read_records
+from compile_callbacks.report.render import print_report, print_texts, sections
 from compile_callbacks.report.report import CompileReport
-from compile_callbacks.report.table import sections
 
 _DESCRIPTION = f"""\
 Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the folder of a logger
@@ -74,7 +72,7 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, _report_in(record))
-                str(call.report), sections(call.report)  # raises if the report cannot be printed
+                str(call.report), sections(call.report.phases)  # raises if the report cannot be printed
                 calls.append(call)
             except Exception as error:
                 errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
@@ -96,8 +94,8 @@ def _print_in_full(call: _Call) -> None:
     head = [str(call.path), *(f"{name} {value}" for name, value in values.items() if value is not None)]
     head += [f"ended by {record['exception']}"] if record.get("exception") else []
     sys.stdout.write(", ".join(head) + "\n")
-    print_report(call.report)
-    for section in sections(call.report):
+    print_report(call.report.phases)
+    for section in sections(call.report.phases):
         print_texts(section.head, section.rows, title=section.title)
         sys.stdout.write("\n")
     if isinstance(environment := record.get("environment"), dict):

@@ -14,7 +14,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.messages import check_fields, check_type, part_of
-from compile_callbacks._utils.phases import EAGER
+from compile_callbacks._utils.phases import EAGER, WAITING
 from compile_callbacks.config import templates
 from compile_callbacks.config.dynamo_settings import as_dynamo_settings
 from compile_callbacks.config.options import as_options, check_loaded_options, check_mode
@@ -263,7 +263,7 @@ class Variant(NamedTuple):
 
 EAGER_VARIANT = Variant(None, EAGER)
 
-WAITING_VARIANT = Variant(None, "waiting")
+WAITING_VARIANT = Variant(None, WAITING)
 """Eager steps while another process compiles, which may slow them."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from compile_callbacks._utils.phases import Phase
@@ -133,5 +133,5 @@ class CompileEvent:
         assert self.kind in EVENT_KINDS
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the event as JSON-ready data, without the attributes that are ``None`` or 0."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, 0)}
+        """Return the event as JSON-ready data, without the attributes that have their default."""
+        return {name: value for name, value in vars(self).items() if value != getattr(CompileEvent, name, None)}

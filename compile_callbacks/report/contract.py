@@ -7,35 +7,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.profiling.comparison import MIN_SAMPLES, Comparison
+from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.events import EVENT_KINDS
 from compile_callbacks.profiling.recompiles import short_reason
-from compile_callbacks.report.data import VERSION as REPORT_VERSION
-from compile_callbacks.report.data import PhaseDiagnostics, PhaseReport
+from compile_callbacks.report.figures import PhaseReport
+from compile_callbacks.report.file import VERSION as REPORT_VERSION
 
 VERSION = 1
 """The version of contracts."""
 
 MARGIN = 0.2
 
-_EVENTS = {info.limit: ("kind", kind) for kind, info in EVENT_KINDS.items() if info.limit}
-_EVENTS["differing_graphs"] = ("verdict", "differs")
-_MEASURED = {
-    name: figure.limit
-    for figures in (PhaseReport, PhaseDiagnostics)
-    for name, figure in figures.declared().items()
-    if figure.limit
-}
+_EVENTS = {info.limit: kind for kind, info in EVENT_KINDS.items() if info.limit}
+_VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
+_MEASURED = ("peak_memory_mib", "compile_seconds", "speedup")  # within the margin
 _NUMBER = (int, float)
-_PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict, "uncompared_graphs": int}
-_PHASE_FIELDS |= dict.fromkeys(_EVENTS, int) | dict.fromkeys(_MEASURED, _NUMBER)
+_PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict}
+_PHASE_FIELDS |= dict.fromkeys((*_EVENTS, *_VERDICTS), int) | dict.fromkeys(_MEASURED, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
 _NEEDED = (
     f"memory needs a GPU, and a speedup {MIN_SAMPLES} eager and {MIN_SAMPLES} compiled steps of one workload that vary "
@@ -61,7 +56,7 @@ class Breach(NamedTuple):
         return f"{self.phase}.{self.figure}: {value}, allowed {allowed}: {self.reason}"
 
 
-class _Measurement(NamedTuple):
+class _Measured(NamedTuple):
     value: float
     reason: str
     low: float  # the ends of the interval of the value
@@ -70,8 +65,7 @@ class _Measurement(NamedTuple):
 
 def read_record(path: Path, call: str | None = None) -> dict[str, Any]:
     """Return the last record of a report file, or the last record of a trainer call, such as ``"fit"``."""
-    records = _load(path)
-    records = [r for r in records if call in (None, r.get("call"))] if isinstance(records, list) else []
+    records = [record for record in _load(path) if call in (None, record.get("call"))]
     if not records:
         raise ContractError(f"{path} contains no record of a call of {call or 'the trainer'}")
     record: dict[str, Any] = records[-1]
@@ -89,13 +83,14 @@ def read_contract(path: Path) -> dict[str, Any]:
         raise ContractError(f"{path}: version={contract.get('version')!r}, but this library reads version {VERSION}")
     if not 0 <= contract["margin"] < math.inf:
         raise ContractError(f"{path}: margin={contract['margin']!r} must be a number from 0 on, such as {MARGIN}")
-    if not any(phase in contract for phase in PHASES):
+    phases = {phase: contract[phase] for phase in PHASES if phase in contract}
+    if not phases:
         raise ContractError(f"{path} checks nothing: it has neither of the phases {' and '.join(PHASES)}")
-    for phase in PHASES:
-        if not all(isinstance(name, str) for name in contract.get(phase, {}).get("targets", ())):
-            raise ContractError(f"{path}: {phase}.targets must be a list of names")
-        breaks = _checked(path, f"{phase}.", contract.get(phase, {}), _PHASE_FIELDS).get("graph_breaks", {})
+    for phase, fields in phases.items():
+        breaks = _checked(path, f"{phase}.", fields, _PHASE_FIELDS).get("graph_breaks", {})
         _checked(path, f"{phase}.graph_breaks.", breaks, dict.fromkeys(breaks, int))
+        if not all(isinstance(name, str) for name in fields.get("targets", ())):
+            raise ContractError(f"{path}: {phase}.targets must be a list of names")
     return contract
 
 
@@ -133,12 +128,12 @@ def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         contract["call"] = record["call"]
     left_out = []
     for phase in PHASES:
-        data = record["report"][phase]
-        if not (targets := sorted(_compiled_targets(data))):
+        report = PhaseReport.from_dict(record["report"][phase])
+        if not (targets := sorted(_compiled_targets(report))):
             continue
         allowed: dict[str, Any] = {"targets": targets, "graph_breaks": {}}
         contract[phase] = allowed
-        for name, (value, reason, low, _) in _figures(data).items():
+        for name, (value, reason, low, _) in _figures(report).items():
             figure_name, _, kind = name.partition(": ")
             if name == "speedup" and low * (1 + MARGIN) < value:
                 left_out.append(f"{phase}.speedup, because step times vary by more than the margin ({reason})")
@@ -159,89 +154,65 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
         data, allowed = record["report"].get(phase), contract.get(phase)
         if allowed is None:
             continue
-        if not data or ((data["compile_seconds"], data["verdict"]) == (None, None) and data["mode"] != EAGER):
+        report = PhaseReport.from_dict(data and {**data, "diagnostics": data["diagnostics"]})  # which must be there
+        if not data or ((report.compile_seconds, report.verdict) == (None, None) and report.mode != EAGER):
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
-        figures, compiled = _figures(data), _compiled_targets(data)
+        figures, compiled = _figures(report), _compiled_targets(report)
         lost = [target for target in allowed.get("targets", ()) if target not in compiled]
-        breaches += [Breach(phase, "targets", f"{name} not compiled", "none", _why_not(data, name)) for name in lost]
+        breaches += [Breach(phase, "targets", f"{name} not compiled", "none", _why_not(report, name)) for name in lost]
         for name, (value, reason, low, high) in figures.items():
             figure_name, _, kind = name.partition(": ")
-            if figure_name not in allowed:
-                continue
-            limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
-            margin = 1 + contract["margin"] if name in _MEASURED else 1
-            at_least = _MEASURED.get(name) == "least"
-            bound = limit / margin if at_least else limit * margin
-            if high < bound if at_least else low > bound:
-                breaches.append(Breach(phase, name, value, bound, reason))
+            if figure_name in allowed:
+                limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
+                margin = 1 + contract["margin"] if name in _MEASURED else 1
+                bound = limit / margin if name == "speedup" else limit * margin
+                if high < bound if name == "speedup" else low > bound:
+                    breaches.append(Breach(phase, name, value, bound, reason))
         absent = [name for name in _MEASURED if name in allowed and name not in figures and compiled]
         missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in absent]
     return breaches, missing
 
 
-def _figures(data: Any) -> dict[str, _Measurement]:
+def _figures(report: PhaseReport) -> dict[str, _Measured]:
     """Return the figures of a phase that have a value. Each kind of graph break is a figure."""
-    figures: dict[str, _Measurement] = {}
-
-    def add(name: str, value: float, reason: str, low: float | None = None, high: float | None = None) -> None:
-        figures[name] = _Measurement(value, reason, value if low is None else low, value if high is None else high)
-
-    compiled, details = _compiled_targets(data), data["diagnostics"]
-    add("graphs", compiled.total(), ", ".join(f"{target} {count}" for target, count in compiled.items()))
-    breaks = _events(data, "kind", "graph_break")
-    for kind in dict.fromkeys(map(_kind, breaks)):
-        of_kind = [event for event in breaks if _kind(event) == kind]
-        add(f"graph_breaks: {kind}", len(of_kind), _reasons(of_kind))
-    for name, which in _EVENTS.items():
-        add(name, len(_events(data, *which)), _reasons(_events(data, *which)))
-    not_compared, all_compared = _events(data, "verdict", "not compared"), _events(data, "kind", "verify")
-    never = max(compiled.total() - len(all_compared), 0)
-    add("uncompared_graphs", len(not_compared) + never, _reasons(not_compared) or "the run did not verify them")
-    for name in _MEASURED.keys() - {"compile_seconds", "speedup"}:
-        value = data[name] if name in data else details.get(name)
-        if value is not None:
-            add(name, value, "measured in the run")
-    peaks = (("peak_memory_mib", "a compiled step"), ("peak_memory_at_most_mib", "the process"))
-    for name, why in (peak for peak in peaks if details[peak[0]] is not None):
-        add("peak_memory_mib", details[name], f"the highest peak of {why}")
-    low, high = details["speedup_interval"] or (1.0, 1.0)
-    if (seconds := data["compile_seconds"]) is not None:
-        compiles = sorted(_events(data, "kind", "compile"), key=lambda event: -event.get("seconds", 0))
+    details, compiled = report.diagnostics, _compiled_targets(report)
+    events: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in details.events_of("graph_break"):
+        # The first line of torch's reason names the kind of graph break.
+        kind = (str(event.get("reason") or "").strip() or "unknown").splitlines()[0]
+        events[f"graph_breaks: {kind}"].append(event)
+    events |= {name: details.events_of(kind) for name, kind in _EVENTS.items()}
+    verified = details.events_of("verify")
+    events |= {name: [e for e in verified if e.get("verdict") == verdict] for name, verdict in _VERDICTS.items()}
+    counts = {"graphs": (compiled.total(), ", ".join(f"{target} {graphs}" for target, graphs in compiled.items()))}
+    counts |= {name: (len(found), _reasons(found)) for name, found in events.items()}
+    never, (count, reason) = max(compiled.total() - len(verified), 0), counts["uncompared_graphs"]
+    counts["uncompared_graphs"] = count + never, reason or "the run did not verify them"
+    figures = {name: _Measured(count, reason, count, count) for name, (count, reason) in counts.items()}
+    if (peak := details.peak_memory_mib or details.peak_memory_at_most_mib) is not None:
+        whose = "a compiled step" if details.peak_memory_mib else "the process"
+        figures["peak_memory_mib"] = _Measured(peak, f"the highest peak of {whose}", peak, peak)
+    low, high = details.speedup_interval or (1.0, 1.0)
+    if (seconds := report.compile_seconds) is not None:
+        compiles = sorted(details.events_of("compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
-        add("compile_seconds", seconds, longest, low=seconds / max(2.0, high / low))
-    if details["speedup_interval"]:
-        medians = data["eager_step_ms"], data["compiled_step_ms"]
-        possible_causes = _reasons(_events(data, "kind", "cudagraph_skip") + _events(data, "kind", "fallback"))
-        reason = "eager {:.4g} ms, compiled {:.4g} ms".format(*medians) + (
-            f"; {possible_causes}" if possible_causes else ""
-        )
-        ratio = medians[0] / medians[1]
-        if Comparison(ratio, low, high).outcome != "not comparable":
-            add("speedup", ratio, reason, low, high)
+        figures["compile_seconds"] = _Measured(seconds, longest, seconds / max(2.0, high / low), seconds)
+    medians = report.eager_step_ms, report.compiled_step_ms
+    if details.speedup_interval and medians[0] and medians[1] and report.verdict != "not comparable":
+        causes = _reasons(details.events_of("cudagraph_skip") + details.events_of("fallback"))
+        reason = "; ".join(filter(None, ("eager {:.4g} ms, compiled {:.4g} ms".format(*medians), causes)))
+        figures["speedup"] = _Measured(medians[0] / medians[1], reason, low, high)
     return figures
 
 
-def _events(data: Any, attribute: str, value: str) -> list[dict[str, Any]]:
-    """Return events of a phase in order, with a `Tune` of the chosen candidate."""
-    details = data["diagnostics"]
-    chosen = [trial["candidate"] for trial in details["trials"] if trial["verdict"] == "chosen"]
-    events = [event for event in details["events"] if event.get(attribute) == value]
-    return [event for event in events if not chosen or event.get("candidate") in (None, *chosen)]
-
-
-def _compiled_targets(data: Any) -> Counter[str]:
+def _compiled_targets(report: PhaseReport) -> Counter[str]:
     """Return the number of graphs of each compiled target."""
     graphs: Counter[str] = Counter()
-    for event in _events(data, "kind", "compile"):
+    for event in report.diagnostics.events_of("compile"):
         graphs[event["target"]] += event.get("graphs", 0)
     return +graphs
-
-
-def _kind(graph_break: Mapping[str, Any]) -> str:
-    """Return the first line of torch's reason, which names the kind of graph break."""
-    return (str(graph_break.get("reason") or "").strip() or "unknown").splitlines()[0]
 
 
 def _reasons(events: Sequence[Mapping[str, Any]]) -> str:
@@ -253,9 +224,10 @@ def _reasons(events: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(list(dict.fromkeys(texts))[:3])
 
 
-def _why_not(data: Any, target: str) -> str:
+def _why_not(report: PhaseReport, target: str) -> str:
     """Return why a target is not compiled."""
-    if data["mode"] == EAGER:
-        return f"the mode is {data['mode']!r}"
-    events = [e for kind in ("fallback", "graph_break") for e in _events(data, "kind", kind) if e["target"] == target]
-    return _reasons(events) or f"the run compiled {', '.join(_compiled_targets(data)) or 'nothing'}"
+    if report.mode == EAGER:
+        return f"the mode is {report.mode!r}"
+    events = report.diagnostics.events_of("fallback") + report.diagnostics.events_of("graph_break")
+    others = ", ".join(_compiled_targets(report)) or "nothing"
+    return _reasons([event for event in events if event["target"] == target]) or f"the run compiled {others}"

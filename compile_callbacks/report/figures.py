@@ -1,147 +1,356 @@
-"""`figure` declares a figure of the report: its computation, its row of the table, its scalar and its limit."""
+"""The figures of a report. A decorated function declares, describes and computes each figure.
+
+The docstrings of the functions are Markdown, because docs/reference/report.md shows them.
+"""
+
+# ruff: noqa: D205, D209  (the docstring of a figure is one paragraph, a cell of a table)
 
 from __future__ import annotations
 
-import math
-import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, field, fields
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks.profiling.comparison import median_ms, spread_ms
+from compile_callbacks.profiling.events import Result, Verdict
+from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, cell, figure
+from compile_callbacks.report.facts import chosen_candidate
 
-if TYPE_CHECKING:  # because ``compile-callbacks check`` does not import torch
-    from compile_callbacks.report.build import PhaseFacts
-
-NOTHING = "-"
-"""The cell of a figure that was not measured."""
-
-COUNT = "{:d}"
-"""The format of a count. A zero is shown like a figure that was not measured."""
-
-Group = Literal["speed", "compile", "correctness"]
-GROUPS: tuple[Group, ...] = get_args(Group)
+_MAX_NAMES = 4
 
 
-class Figure(NamedTuple):
-    """The declaration of a figure.
+def _pair(left: float | None, right: float | None) -> str:
+    return f"{left or 0} / {right or 0}" if left or right else NOTHING
 
-    Attributes:
-        value: Computes the figure.
-        group: The group of its row in the main table. Without a group, the figure has no row.
-        form: The format of its cell, such as ``"{:.1f}"``, or a function that returns the cell from the object that
-            has the figure.
-        row: The label of its row, by default the name of the figure.
-        scalar: The name of its logged scalar, with ``PHASE`` for the phase.
-        limit: Whether a contract states the ``"most"`` or the ``"least"`` that is allowed.
-        zero: Whether the line "no graph breaks, recompiles or fallbacks" names the figure if it is zero.
+
+def _with_spread(median: float | None, spread: float | None) -> str:
+    return cell(median, "{:.2f}") + ("" if spread is None else f" ± {spread / 2:.2f}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more or NOTHING
+
+
+def _passes(runs: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for name in dict.fromkeys(run["name"] for run in runs):
+        changed = [run.get("changed") for run in runs if run["name"] == name]  # None if torch's cache had the graph
+        cached = changed.count(None)
+        ran = f"{changed.count(True)} of {len(changed) - cached} graphs changed"
+        ran = ran if cached < len(changed) else "did not run"
+        lines.append(f"{name}: {ran}" + (f", {cached} from the cache" if cached else ""))
+    return "\n".join(lines) or NOTHING
+
+
+class PhaseDiagnostics(Figures):
+    """The details of a `PhaseReport`. A figure that was not measured is ``None``."""
+
+    @figure(default=0)
+    def cache_misses(self) -> int:
+        """Number of graphs that were not in torch's cache on disk."""
+        return sum(self.values("cache_misses"))
+
+    @figure()
+    def eager_samples(self) -> int | None:
+        """Number of eager samples."""
+        return len(self.facts.times.eager_ms) if self.facts.times.workload else None
+
+    @figure()
+    def compiled_samples(self) -> int | None:
+        """Number of compiled samples."""
+        return len(self.facts.times.compiled_ms) if self.facts.times.workload else None
+
+    @figure()
+    def eager_spread_ms(self) -> float | None:
+        """Interquartile range of the eager step times, in milliseconds."""
+        return spread_ms(self.facts.times.eager_ms)
+
+    @figure()
+    def compiled_spread_ms(self) -> float | None:
+        """Interquartile range of the compiled step times, in milliseconds."""
+        return spread_ms(self.facts.times.compiled_ms)
+
+    @figure(default=())
+    def speedup_interval(self) -> tuple[float, ...]:
+        """The two ends of the 95% confidence interval of `eager_step_ms / compiled_step_ms`. Empty for too few
+        samples."""
+        comparison = self.facts.times.comparison
+        return (comparison.low, comparison.high) if comparison else ()
+
+    @figure("speed", lambda d: cell(d.eager_peak_memory_mib or d.eager_peak_memory_at_most_mib, "{:.0f}"))
+    def eager_peak_memory_mib(self) -> float | None:
+        """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
+        peak of the process, the row shows the peak of the process."""
+        return self.facts.peak(EAGER).mib
+
+    @figure()
+    def eager_peak_memory_at_most_mib(self) -> float | None:
+        """An upper bound of this peak if eager steps did not raise the peak of the process."""
+        return self.facts.peak(EAGER).at_most_mib
+
+    @figure(
+        "speed",
+        lambda d: cell(d.peak_memory_mib or d.peak_memory_at_most_mib, "{:.0f}"),
+        row="compiled peak memory MiB",
+        scalar="step/PHASE/peak_memory_mib",
+    )
+    def peak_memory_mib(self) -> float | None:
+        """Peak GPU memory of a compiled step, in MiB."""
+        return self.facts.peak(self.facts.candidate).mib
+
+    @figure()
+    def peak_memory_at_most_mib(self) -> float | None:
+        """An upper bound of this peak if compiled steps did not raise the peak of the process."""
+        return self.facts.peak(self.facts.candidate).at_most_mib
+
+    @figure()
+    def load_seconds(self) -> float | None:
+        """The share of `compile_seconds` that loaded code of the helper process. The rest captured the graphs."""
+        loads = [event for event in self.events_of("compile") if event.get("part") == "load"]
+        return sum(event.get("seconds", 0) for event in loads) if loads else None
+
+    @figure("compile", COUNT, row="steps meanwhile", default=0)
+    def waiting_steps(self) -> int:
+        """Number of steps that ran eagerly while the helper process compiled."""
+        return self.facts.waiting_steps
+
+    @figure("speed", "{:.2f}", row="step meanwhile ms")
+    def waiting_step_ms(self) -> float | None:
+        """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains
+        the difference from `eager_step_ms`."""
+        return median_ms(self.facts.waiting_ms)
+
+    @figure("speed", lambda d: cell(round(d.saved_for_backward_mib or 0, 1) or None, "{:.1f}"))
+    def saved_for_backward_mib(self) -> float | None:
+        """Memory of the activations that graphs save for their backward pass, in MiB. Each target counts with the graph
+        that saves the most. Graphs from torch's cache do not count."""
+        saved: dict[str, float] = {}
+        for event in self.events_of("compile"):
+            if "saved_mib" in event:
+                saved[event["target"]] = max(saved.get(event["target"], 0.0), event["saved_mib"])
+        return sum(saved.values()) if saved else None
+
+    @figure("correctness", "{:.1e}")
+    def max_abs_error(self) -> float | None:
+        """Largest absolute difference from eager in any output element, at the first call of each graph. Rounding alone
+        causes small differences; verification compares [relative to the size of the tensor](limits.md#verification)."""
+        return max(self.values("max_abs_error"), default=None)
+
+    @figure("compile", COUNT, default=0)
+    def skipped_passes(self) -> int:
+        """Number of graphs that were compiled without a custom graph pass because the pass failed."""
+        return len(self.events_of("pass_skipped"))
+
+    @figure("compile", lambda d: _passes(d.passes), row="graph passes", default=())
+    def passes(self) -> tuple[dict[str, Any], ...]:
+        """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
+        `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
+        return self.facts.passes
+
+    @figure(default={})
+    def steps(self) -> dict[str, int]:
+        """Number of steps with the settings of the phase, by kind: `compiled` (a compiled graph ran) and `eager`."""
+        return dict(self.facts.steps)
+
+    @figure(default={})
+    def eager_calls(self) -> dict[str, int]:
+        """Number of calls by target that ran eagerly, or of which a part did, in steps with the settings of the
+        phase."""
+        return dict(self.facts.eager_calls)
+
+    @figure(default=())
+    def trials(self) -> tuple[dict[str, Any], ...]:
+        """One mapping for each candidate of a `Tune`, eager first: `candidate`, `verdict`, `median_ms` and `p95_ms`
+        (median and 95th percentile of the step times), `samples`, `compile_seconds`, `reason`. Each candidate has a row
+        of the table."""
+        return self.facts.trials
+
+    @figure(default=())
+    def series(self) -> tuple[dict[str, Any], ...]:
+        """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
+        `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
+        windows of ten steps, spread evenly over the run."""
+        return self.facts.series
+
+    @figure(default=())
+    def restored(self) -> tuple[str, ...]:
+        """Always empty, because a run measures all of its figures itself."""
+        return ()
+
+    @figure(default=())
+    def events(self) -> tuple[dict[str, Any], ...]:
+        """The events of the phase in order, such as each graph break and each recompile with its reason. See
+        `CompileEvent`."""
+        return self.facts.events
+
+    def events_of(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Return the events of a kind, or of all kinds. With a `Tune`, only those of the chosen candidate."""
+        chosen = chosen_candidate(self.trials)
+        of_kind = [event for event in self.events if kind in (None, event["kind"])]
+        return [event for event in of_kind if chosen is None or event.get("candidate") in (None, chosen)]
+
+    def values(self, attribute: str) -> list[Any]:
+        """Return the values of an attribute of all events that have it."""
+        return [event[attribute] for event in self.events_of() if attribute in event]
+
+
+class PhaseReport(Figures):
+    """The cost and the gain of compiling one phase. A figure that was not measured is ``None``.
+
+    A *sample* is the time of one step. docs/reference/report.md describes the fields.
     """
 
-    value: Callable[[PhaseFacts], Any]
-    group: Group | None = None
-    form: str | Callable[[Any], str] = "{}"
-    row: str = ""
-    scalar: str = ""
-    limit: Literal["most", "least"] | None = None
-    zero: bool = False
+    @figure("compile", default=EAGER)
+    def mode(self) -> str:
+        """The settings in one line, or `eager` if the phase is not compiled. With a `Tune`, the chosen candidate. The
+        other figures are about that candidate, unless their description says otherwise."""
+        return self.facts.candidate or (self.facts.settings.describe() if self.facts.settings else EAGER)
 
-    def label(self, name: str) -> str:
-        """Return the label of the row."""
-        return self.row or name.replace("_", " ").replace("mib", "MiB")
+    @figure("compile", lambda report: _listed(report.targets), default=())
+    def targets(self) -> tuple[str, ...]:
+        """Names of the compiled targets. Repeated blocks also have the number of blocks and of shared graphs."""
+        graphs: Counter[str] = Counter()
+        for event in self.diagnostics.events_of():
+            graphs[event["target"]] += event.get("graphs", 0)
+        labels = self.facts.target_labels if self.mode != EAGER else {}
+        return tuple(label(graphs[name]) for name, label in labels.items())
 
+    @figure()
+    def verdict(self) -> Verdict | None:
+        """The result of the comparison with eager steps, see [Verdict](#verdict). `None`: the settings leave the phase
+        eager, or only its eager steps have run."""
+        steps, comparison, compiles = self.facts.steps, self.facts.times.comparison, self.mode != EAGER
+        if compiles and 2 * steps["eager"] > steps.total():
+            events_of, loaded = self.diagnostics.events_of, self.diagnostics.load_seconds is not None
+            not_called = loaded and not (steps["compiled"] or events_of("verify") or events_of("fallback"))
+            return "still compiling" if self.facts.waits or not_called else "not compiled"
+        if comparison is None:
+            return "too few samples" if compiles and steps.total() else None
+        unpaid = self.net_seconds_saved is not None and self.net_seconds_saved <= 0
+        return "compile time not repaid" if comparison.outcome == "faster" and unpaid else comparison.outcome
 
-def figure(
-    value: Callable[[PhaseFacts], Any], group: Group | None = None, *form: Any, default: Any = None, **more: Any
-) -> Any:
-    """Declare a `Figure` as a field of a class that derives from `Figures`. It needs no other code.
+    @figure("compile", "{:.1f}", scalar="compile/PHASE/seconds")
+    def compile_seconds(self) -> float | None:
+        """Seconds in which torch traced the code, compiled forward and backward graphs, and recorded CUDA graphs. With
+        a `Tune`, the sum over all candidates. Does not include verification and compiles of your own functions."""
+        compiles = [event for event in self.diagnostics.events if event["kind"] == "compile"]
+        return sum(event.get("seconds", 0) for event in compiles) if compiles else None
 
-    The string literal below such a field describes it in docs/reference/report.md. ``default`` is the value before the
-    figure was measured. If ``default`` is a class, the value is a new object of the class.
-    """
-    initial: Any = {"default_factory": default} if isinstance(default, type) else {"default": default}
-    return field(**initial, metadata={"figure": Figure(value, group, *form, **more)})
+    @figure("compile", "{:.1f}", row="compiled in the background s")
+    def background_seconds(self) -> float | None:
+        """Seconds in which the helper process of `background=True` compiled, while training went on."""
+        events = self.diagnostics.events_of("background")
+        return sum(event.get("seconds", 0) for event in events) if events else None
 
+    @figure("compile", COUNT, scalar="compile/PHASE/graphs", default=0)
+    def graphs(self) -> int:
+        """Number of compiled graphs."""
+        return sum(self.diagnostics.values("graphs"))
 
-def count(kind: str, **more: Any) -> Any:
-    """Declare the number of events of a kind, which has a row if it is not zero."""
-    return figure(lambda facts: len(facts.events(kind)), "compile", COUNT, default=0, **more)
+    @figure("compile", COUNT, scalar="compile/PHASE/graph_breaks", default=0)
+    def graph_breaks(self) -> int:
+        """Number of graph breaks."""
+        return len(self.diagnostics.events_of("graph_break"))
 
+    @figure("compile", COUNT, scalar="compile/PHASE/recompiles", default=0)
+    def recompiles(self) -> int:
+        """Number of compiles that a failed guard caused."""
+        return len(self.diagnostics.events_of("recompile"))
 
-class Data:
-    """A dataclass that converts itself to JSON-ready data and back."""
+    @figure("compile", COUNT, default=0)
+    def fallbacks(self) -> int:
+        """Number of compiler failures after which a target or a graph ran eagerly."""
+        return len(self.diagnostics.events_of("fallback"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data. An infinite number becomes ``"never"``."""
-        data: dict[str, Any] = _json_ready(asdict(self))  # type: ignore[call-overload]
-        return data
+    @figure(
+        "compile",
+        lambda report: _pair(report.cache_hits, report.diagnostics.cache_misses),
+        row="cache hits / misses",
+        scalar="compile/PHASE/cache_hits",
+        default=0,
+    )
+    def cache_hits(self) -> int:
+        """Number of graphs that were loaded from torch's cache on disk."""
+        return sum(self.diagnostics.values("cache_hits"))
 
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Create an object from `to_dict` data. A field that is missing or of a wrong type gets its default."""
-        values, hints = dict[str, Any](), get_type_hints(cls)
-        for f in fields(cls):  # type: ignore[arg-type]
-            value = data.get(f.name) if isinstance(data, Mapping) else None
-            value = math.inf if value == "never" else value
-            if isinstance(f.default_factory, type) and issubclass(f.default_factory, Data):
-                values[f.name] = f.default_factory.from_dict(value)
-            elif value is not None and _fits(value, hints[f.name]):
-                values[f.name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
+    @figure("correctness", row="compared with eager")
+    def verified(self) -> str | None:
+        """The number of graphs by result of the [comparison with eager](limits.md#verification), such as `equal 12, not
+        compared 2 (dropout)`. `outputs only` means that gradients were not compared, and `58 of 62 tensors` that
+        rounding alone decides the others. Graphs that draw random numbers, as dropout does, are not compared;
+        `{"options": {"fallback_random": True}}` as the mode makes them comparable, but slower. `None` if no graph was
+        compared."""
+        events = [event for event in self.diagnostics.events_of("verify") if "verdict" in event]
+        tensors, noisy = (sum(self.diagnostics.values(name)) for name in ("tensors", "noisy_tensors"))
+        counts = Counter((event["verdict"], event.get("why_not")) for event in events)
+        ordered = sorted(counts.items(), key=lambda item: get_args(Result).index(item[0][0]))
+        results = [f"{result} {count}" + (f" ({why_not})" if why_not else "") for (result, why_not), count in ordered]
+        return ", ".join(results + [f"{tensors - noisy} of {tensors} tensors"] * (noisy > 0)) or None
 
+    @figure(
+        "speed",
+        lambda report: _with_spread(report.eager_step_ms, report.diagnostics.eager_spread_ms),
+        scalar="step/PHASE/eager_ms",
+    )
+    def eager_step_ms(self) -> float | None:
+        """Median time of the eager baseline steps, in milliseconds. The row also shows ± half of the interquartile
+        range: the middle half of the samples lies in a range of twice this width. ± is the spread of single steps, not
+        the error of the median, and needs four samples."""
+        return median_ms(self.facts.times.eager_ms)
 
-class Figures(Data):
-    """A dataclass of figures."""
+    @figure(
+        "speed",
+        lambda report: _with_spread(report.compiled_step_ms, report.diagnostics.compiled_spread_ms),
+        scalar="step/PHASE/compiled_ms",
+    )
+    def compiled_step_ms(self) -> float | None:
+        """Median time of the compiled steps of the same workload, in milliseconds, and ± as above."""
+        return median_ms(self.facts.times.compiled_ms)
 
-    @classmethod
-    def declared(cls) -> dict[str, Figure]:
-        """Return the declarations by name, in order."""
-        return {f.name: f.metadata["figure"] for f in fields(cls)}  # type: ignore[arg-type]
+    @figure(
+        "speed",
+        lambda report: _pair(report.diagnostics.eager_samples, report.diagnostics.compiled_samples),
+        row="samples, eager / compiled",
+    )
+    def samples(self) -> int | None:
+        """The number of eager samples or of compiled samples, whichever is smaller. Without a baseline, the number of
+        compiled samples."""
+        both = self.diagnostics.eager_samples, self.diagnostics.compiled_samples
+        return min(filter(None, both), default=None)
 
-    @classmethod
-    def of(cls, facts: PhaseFacts) -> Self:
-        """Compute all figures."""
-        return cls(**{name: figure.value(facts) for name, figure in cls.declared().items()})
+    @figure("speed", "{:.2f}x", scalar="step/PHASE/speedup")
+    def speedup(self) -> float | None:
+        """`eager_step_ms / compiled_step_ms`. `None` if there are fewer than five eager or five compiled samples, if
+        the [95% confidence interval](#confidence-interval) of the ratio contains 1 or is too wide to help, or if the
+        medians differ by more than 20 times."""
+        differ = self.verdict in ("faster", "slower", "compile time not repaid")
+        medians = self.eager_step_ms, self.compiled_step_ms
+        return medians[0] / medians[1] if differ and medians[0] and medians[1] else None
 
-    def cells(self) -> Iterator[tuple[Group, str, str]]:
-        """Yield the group, the label and the cell of each row of the main table."""
-        for name, f in self.declared().items():
-            value = getattr(self, name)
-            if f.group:
-                shown = f.form(self) if callable(f.form) else cell(value, f.form)
-                yield f.group, f.label(name), shown
-            elif isinstance(value, Figures):
-                yield from value.cells()
+    @figure("speed", "{:.1f}", scalar="step/PHASE/net_seconds_saved")
+    def net_seconds_saved(self) -> float | None:
+        """The seconds that all steps since the baseline saved. Each compiled step saves the share of its time by which
+        the two medians differ. Steps of a stage without eager steps save nothing. A step that compiles counts with its
+        whole time, including verification. The import of the compiler, about a second, counts in the phase that
+        compiles first. `None` if the baseline of the workload has fewer than five samples, or if the verdict is `not
+        comparable`."""
+        return self.facts.savings.net_seconds if self.facts.savings else None
+
+    @figure("speed", "{:.0f}", row="break-even steps", scalar="step/PHASE/break_even_steps")
+    def break_even_steps(self) -> float | None:
+        """Number of compiled steps after which `net_seconds_saved` is positive. Infinite if compiled steps are slower,
+        and `None` without a speedup. [Not the quotient](#break-even-steps) of compile time and median saving."""
+        return self.facts.savings.break_even_steps if self.facts.savings and self.speedup else None
+
+    @figure(default=PhaseDiagnostics())
+    def diagnostics(self) -> PhaseDiagnostics:
+        """The [details](#details-of-a-phase)."""
+        return PhaseDiagnostics(facts=self.facts)
 
     def scalars(self, phase: Phase) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""
-        declared = self.declared().items()
-        values = {f.scalar.replace("PHASE", phase): getattr(self, name) for name, f in declared if f.scalar}
-        return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
-
-
-def cell(value: object, form: str) -> str:
-    """Format a figure for a table."""
-    if value is None or (form == COUNT and not value):
-        return NOTHING
-    text = "never" if value == math.inf else form.format(value)
-    return text.lstrip("-") if text in ("-0.0", "-0.00") else text
-
-
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _json_ready(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    return "never" if value == math.inf else value
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Return whether a value read from JSON has the type of a field."""
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
-    if kind is types.UnionType or kind is Union:
-        return any(_fits(value, of) for of in arguments)
-    if kind is Literal:
-        return value in arguments
-    if kind is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, arguments[0]) for item in value)
-    return type(value) is kind or (kind is float and type(value) is int)
+        if self.compile_seconds is None:
+            return {}
+        return super().scalars(phase) | self.diagnostics.scalars(phase)

@@ -1,28 +1,29 @@
-"""Writes and reads ``compile_report.json``: a JSON list with one record for each trainer call."""
+"""Writes and reads ``compile_report.json``: a JSON list with one record for each trainer call.
+
+Imports no torch, because ``compile-callbacks check`` does not.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compile_callbacks._utils.errors import warn_user
-from compile_callbacks._utils.fingerprints import installed_version
-from compile_callbacks.report.data import FILE_NAME, VERSION, RunReport
+
+FILE_NAME = "compile_report.json"
+VERSION = 1
+"""The version of the records."""
 
 _MAX_RECORDS = 100  # limited, because each call rewrites the file and a notebook may call validate many times
 _PACKAGES = ("torch", "triton", "lightning", "compile-callbacks")
 
 
 def make_record(
-    report: RunReport, call: str | None = None, *, step: int | None = None, exception: BaseException | None = None
+    report: Mapping[str, Any], call: str | None = None, step: int | None = None, error: BaseException | None = None
 ) -> dict[str, Any]:
     """Return the record of a trainer call, or of a report alone, as JSON-ready data."""
     return {
@@ -30,9 +31,9 @@ def make_record(
         "call": call,
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "global_step": step,
-        "exception": type(exception).__name__ if exception is not None else None,
+        "exception": type(error).__name__ if error is not None else None,
         "environment": environment(),
-        "report": report.to_dict(),
+        "report": report,
     }
 
 
@@ -41,30 +42,16 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     path = f"{folder.rstrip('/')}/{FILE_NAME}"
     records: list[Any] = []
     filesystem.makedirs(folder, exist_ok=True)
-    with _other_processes_wait(folder):
-        try:
-            records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
-        except FileNotFoundError:
-            pass
-        except ValueError as error:
-            warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
-        # Writes to a temporary file first, because a killed process must not leave half of a file.
-        filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
-        filesystem.mv(f"{path}.tmp", path)
+    try:
+        records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        warn_user("CC402", f"{path} is damaged and will be replaced: {error}. The reports of earlier runs are lost")
+    # Writes to a temporary file first, because a killed process must not leave half of a file.
+    filesystem.pipe_file(f"{path}.tmp", json.dumps([*records, record][-_MAX_RECORDS:]).encode())
+    filesystem.mv(f"{path}.tmp", path)
     return path
-
-
-@contextlib.contextmanager
-def _other_processes_wait(folder: str) -> Iterator[None]:
-    """Lock a folder. This has no effect on a URL, on another platform, and on a file system without locks."""
-    with contextlib.ExitStack() as at_end:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            descriptor = os.open(folder, os.O_RDONLY)
-            at_end.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
 
 
 def read_records(path: Path) -> list[Any]:
@@ -84,11 +71,15 @@ def _parse(content: bytes) -> list[Any]:
 
 def environment() -> dict[str, str]:
     """Return the versions of the installed packages, and the name of the device."""
+    from compile_callbacks._utils.fingerprints import installed_version
+
     installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     return {"python": platform.python_version(), **installed, "device": _device()}
 
 
 def _device() -> str:
+    import torch
+
     # If nothing has initialized CUDA, no GPU ran the steps.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         count = torch.cuda.device_count()

@@ -27,8 +27,8 @@ from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.passes.record_graphs import RecordedGraph
 from compile_callbacks.report.file import append_record, environment, make_record
+from compile_callbacks.report.render import to_markdown
 from compile_callbacks.report.report import CompileReport, ExportReport
-from compile_callbacks.report.table import to_markdown
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -85,7 +85,7 @@ def _add_layout_if_none(logger: TensorBoardLogger) -> None:
 
 def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:
     """Add the plot to the images tab, if matplotlib is installed."""
-    has_steps = any(report.phase(phase).diagnostics.series for phase in PHASES)
+    has_steps = any(phase.diagnostics.series for phase in report.phases.values())
     if not has_steps or importlib.util.find_spec("matplotlib") is None:
         return
     import numpy as np  # a dependency of matplotlib
@@ -131,7 +131,7 @@ def write_report(trainer: Trainer, report: CompileReport, exception: BaseExcepti
         if folder is None:
             return None
         call = str(trainer.state.fn.value) if trainer.state.fn is not None else "unknown"
-        record = make_record(report, call, step=trainer.global_step, exception=exception)
+        record = make_record(report.to_dict(), call, trainer.global_step, exception)
         path = append_record(get_filesystem(folder), folder, record)
         return path.removeprefix(f"{Path.cwd()}/")
     except Exception as error:
@@ -162,7 +162,7 @@ def log_summary(
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
             if _writes_tensorboard(logger):
-                logger.experiment.add_text("compile_report", to_markdown(report, environment()), step)
+                logger.experiment.add_text("compile_report", to_markdown(report.phases, environment()), step)
                 _add_plot(logger.experiment, report, step)
                 for graph in recorded_graphs:
                     logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)

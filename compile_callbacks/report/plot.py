@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import statistics
 import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 try:
@@ -15,9 +16,9 @@ except ImportError as error:
     raise ImportError("CompileReport.plot needs matplotlib: pip install matplotlib") from error
 
 from compile_callbacks._utils.messages import in_one_line
-from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.report.data import PhaseReport, RunReport
-from compile_callbacks.report.summary import describe_verdict
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.report.figures import PhaseReport
+from compile_callbacks.report.sentences import describe_verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,24 +38,24 @@ class _NotebookFigure(Figure):
         return picture.getvalue()
 
 
-def plot_report(report: RunReport) -> Figure:
-    """Draw a report with a row for each phase, which contains the step times."""
-    phases = [phase for phase in PHASES if report.phase(phase).diagnostics.series]
-    if not phases:
+def plot_phases(phases: Mapping[Phase, PhaseReport]) -> Figure:
+    """Draw a row for each phase, which contains the step times."""
+    timed = {phase: report for phase, report in phases.items() if report.diagnostics.series}
+    if not timed:
         message = "no step was timed yet, so there is nothing to plot: call plot() after a trainer has run"
         raise ValueError(message)
-    figure = _NotebookFigure(figsize=(12, 3.9 * len(phases)), dpi=110, layout="constrained")
+    figure = _NotebookFigure(figsize=(12, 3.9 * len(timed)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
-    for phase, row in zip(phases, figure.subfigures(len(phases), 1, squeeze=False)[:, 0], strict=True):
-        phase_report = report.phase(phase)
-        verdict = describe_verdict(phase, phase_report) or "no verdict"
-        title = f"{phase}: {in_one_line(phase_report.mode, 40)} — {verdict}"
+    rows = figure.subfigures(len(timed), 1, squeeze=False)[:, 0]
+    for (phase, report), row in zip(timed.items(), rows, strict=True):
+        verdict = describe_verdict(phase, report) or "no verdict"
+        title = f"{phase}: {in_one_line(report.mode, 40)} — {verdict}"
         row.suptitle(textwrap.fill(title, 160), x=0.01, ha="left", fontsize=10)
         axes = row.subplots()
-        last = max(max(entry["steps"]) for entry in phase_report.diagnostics.series)
+        last = max(max(entry["steps"]) for entry in report.diagnostics.series)
         edge = max(0.02 * last, 0.3)
-        _draw_times(axes, phase_report, last)
-        _mark_compiles(axes, phase_report)
+        _draw_times(axes, report, last)
+        _mark_compiles(axes, report)
         axes.set_xlim(1 - edge, last + edge)
         axes.set_xlabel(f"{phase} step", fontsize=9)
         axes.tick_params(labelsize=8)

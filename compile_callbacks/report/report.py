@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from compile_callbacks._utils.files import write_json
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.report.console import make_table, to_plain_text, to_text
-from compile_callbacks.report.data import PhaseReport, RunReport
-from compile_callbacks.report.figures import Data
+from compile_callbacks.report.facts import PhaseFacts
+from compile_callbacks.report.figures import PhaseReport
 from compile_callbacks.report.file import make_record
+from compile_callbacks.report.render import make_table, to_plain_text, to_text
 from compile_callbacks.tuning.tune import PhaseConfig
 
 if TYPE_CHECKING:
@@ -21,13 +22,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompileReport(RunReport):
+class CompileReport:
     """The report of a run.
 
     Attributes:
         train: The train phase.
         infer: The infer phase.
     """
+
+    train: PhaseReport = field(default_factory=PhaseReport)
+    infer: PhaseReport = field(default_factory=PhaseReport)
+
+    @classmethod
+    def of(cls, *phases: PhaseFacts) -> Self:
+        """Return the report of measurements. Each figure is computed when it is read, and then fixed."""
+        return cls(**{facts.phase: PhaseReport(facts=facts) for facts in phases})
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Create a report from `to_dict` data. A figure that is missing gets its default."""
+        phases = data if isinstance(data, Mapping) else {}
+        return cls(**{phase: PhaseReport.from_dict(phases.get(phase)) for phase in PHASES})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data. An infinite number becomes ``"never"``."""
+        return {phase: report.to_dict() for phase, report in self.phases.items()}
+
+    def phase(self, phase: Phase) -> PhaseReport:
+        """Return the report of a phase by its name."""
+        return self.phases[phase]
+
+    @property
+    def phases(self) -> dict[Phase, PhaseReport]:
+        """The reports of both phases by name."""
+        return {"train": self.train, "infer": self.infer}
+
+    def scalars(self) -> dict[str, float]:
+        """Return the figures of both phases by the names of the logged scalars."""
+        return self.train.scalars("train") | self.infer.scalars("infer")
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether a phase has a verdict, or a `Tune` has a verdict on a candidate."""
+        trials = [trial for report in self.phases.values() for trial in report.diagnostics.trials]
+        verdicts = self.train.verdict or self.infer.verdict or self.scalars()
+        return bool(verdicts) or any(trial["verdict"] != "undecided" for trial in trials)
 
     def plot(self) -> Figure:
         """Plot the run as a matplotlib figure with one row for each phase.
@@ -39,9 +78,9 @@ class CompileReport(RunReport):
             ImportError: If matplotlib is not installed.
             ValueError: If no step was timed yet.
         """
-        from compile_callbacks.report.plot import plot_report  # imported here, because it imports matplotlib
+        from compile_callbacks.report.plot import plot_phases  # imported here, because it imports matplotlib
 
-        return plot_report(self)
+        return plot_phases(self.phases)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a JSON file, which ``compile-callbacks report`` and ``compile-callbacks check`` read.
@@ -49,11 +88,11 @@ class CompileReport(RunReport):
         Creates missing folders, and replaces an existing file. The file has the format of ``compile_report.json``.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(path), [make_record(self)])
+        write_json(Path(path), [make_record(self.to_dict())])
 
     def __str__(self) -> str:
         """Return the verdict of each phase, a table of the figures, and what to do next, as plain text."""
-        return to_plain_text(self)
+        return to_plain_text(self.phases)
 
 
 def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
@@ -63,7 +102,7 @@ def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportReport(Data):
+class ExportReport:
     """The report of an export. A figure that was not measured is ``None``.
 
     Attributes:
@@ -92,6 +131,10 @@ class ExportReport(Data):
     verified: str | None = None
     max_abs_error: float | None = None
     error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return dataclasses.asdict(self)
 
     def scalars(self) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""

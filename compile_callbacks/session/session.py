@@ -29,8 +29,7 @@ from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
-from compile_callbacks.report.build import PhaseFacts
-from compile_callbacks.report.data import PhaseReport
+from compile_callbacks.report.facts import PhaseFacts
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.background_policy import BackgroundPolicy
@@ -314,29 +313,27 @@ class Session:
     def report(self, *, details: bool = True) -> CompileReport:
         """Return the report of this process so far.
 
-        ``details`` synchronizes the GPU, and adds the verdict, the series and the events. Without them, the report
-        contains only the figures that `CompileReport.scalars` needs during a stage.
+        ``details`` synchronizes the GPU, and computes all figures. Without it, each figure is computed when it is read,
+        because `CompileReport.scalars` needs few of them during a stage.
         """
         self._recorder.collect()
         if details:
             self._measurements.timer.synchronize()
-        phases = {
-            phase: PhaseReport.of(
-                PhaseFacts(
-                    phase=phase,
-                    settings=settings,
-                    target_labels={target.name: target.label for target in self._reported_targets(phase)},
-                    recorder=self._recorder,
-                    timer=self._measurements.timer,
-                    memory=self._measurements.memory,
-                    waits=self._requests is not None and self._requests.waits(phase, None),
-                    trials=tuple(trial.to_dict() for trial in self._policies.trials(phase)),
-                    with_details=details,
-                )
+        facts = [
+            PhaseFacts(
+                phase=phase,
+                settings=settings,
+                target_labels={target.name: target.label for target in self._reported_targets(phase)},
+                recorder=self._recorder,
+                timer=self._measurements.timer,
+                memory=self._measurements.memory,
+                waits=self._requests is not None and self._requests.waits(phase, None),
+                trials=tuple(trial.to_dict() for trial in self._policies.trials(phase)),
             )
             for phase, settings in self._arguments.configs.items()
-        }
-        return CompileReport(train=phases["train"], infer=phases["infer"])
+        ]
+        report = CompileReport.of(*facts)
+        return CompileReport.from_dict(report.to_dict()) if details else report
 
     # ------------------------------------------------------------------------------------------ parts of the above
 

@@ -62,7 +62,7 @@ def test_the_page_of_the_report_describes_each_figure_and_scalar():
     lines = hooks.with_figures(PAGES["docs/reference/report.md"].read_text()).splitlines()
     for figures in (PhaseReport, type(PhaseReport().diagnostics)):
         for name, figure in figures.declared().items():
-            row = f"`{figure.label(name)}`" if figure.group else ""
+            row = f"`{figure.row}`" if figure.group else ""
             (line,) = (line for line in lines if line.startswith(f"| `{name}` | {row} | "))
             assert line.endswith(". |")
             assert not figure.scalar or f"| `{figure.scalar}` | `{name}` |" in lines

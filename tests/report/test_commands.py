@@ -29,7 +29,7 @@ EVENT = {"kind": "graph_break", "target": "net", "phase": "train", "file": "m.py
 EVENTS = {"events": [{**EVENT, "kind": "from the future"}, EVENT, EVENT]}  # a newer version wrote the first
 TRAIN = {"mode": "reduce-overhead", "compile_seconds": 2.5, "speedup": 2.0, "diagnostics": EVENTS}
 RECORD = {"version": 1, "call": "fit", "report": {"train": TRAIN}}
-DIAGNOSTICS = {"trials": [{}]}, {"events": [{"reason": ["no text"]}]}
+DIAGNOSTICS = {"trials": [{}]}, {"events": [{"reason": ["no text"]}]}, {"eager_spread_ms": "wide"}
 DAMAGED = [None, {"version": 1}, {"version": 2, "report": RECORD["report"]}, {"version": 1, "report": []}]
 DAMAGED += [{"version": 1, "report": {"train": {"mode": "default", "diagnostics": found}}} for found in DIAGNOSTICS]
 

@@ -30,7 +30,7 @@ def through_json(report):
     return CompileReport.from_dict(json.loads(json.dumps(report.to_dict())))
 
 
-def test_never_and_nothing_survive_json_and_missing_unknown_and_mistyped_fields_are_left_out():
+def test_never_and_nothing_survive_json_and_missing_and_unknown_fields_are_left_out():
     report = report_of(break_even_steps="never")
     assert report.train.break_even_steps == math.inf
     assert report.to_dict()["train"]["break_even_steps"] == "never"
@@ -40,7 +40,7 @@ def test_never_and_nothing_survive_json_and_missing_unknown_and_mistyped_fields_
     whole = report_of(compile_seconds=2.5, graphs=1, targets=["net"])
     data = json.loads(json.dumps(whole.to_dict()))
     del data["infer"], data["train"]["diagnostics"]["events"]
-    data["train"] |= {"speedup": "fast", "graphs": None, "recompiles": True, "verdict": "good", "from_the_future": 1}
+    data["train"] |= {"graphs": None, "from_the_future": 1}
     assert CompileReport.from_dict(data) == report_of(compile_seconds=2.5, targets=["net"])
     assert CompileReport.from_dict({"train": [], "artifacts": "x"}) == CompileReport()
 

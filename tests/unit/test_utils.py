@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 
@@ -23,8 +20,6 @@ from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.profiling.recompiles import explain_recompile
-from compile_callbacks.report.data import FILE_NAME
-from compile_callbacks.report.file import append_record
 
 
 def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
@@ -102,14 +97,6 @@ def test_free_memory_of_a_cpu_is_what_is_left_of_the_limit_of_the_container(limi
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     found = free_memory(torch.device("cpu"))
     assert found == free if free else found > 2**20
-
-
-def test_processes_that_write_one_file_lose_no_record(tmp_path):
-    """Threads stand for the processes. Each opens the folder for itself."""
-    write = functools.partial(append_record, fsspec.filesystem("file"), str(tmp_path))
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(write, [{"number": number} for number in range(80)]))
-    assert sorted(record["number"] for record in json.loads((tmp_path / FILE_NAME).read_text())) == [*range(80)]
 
 
 def test_a_backward_pass_is_recorded_for_the_calls_of_its_own_thread():

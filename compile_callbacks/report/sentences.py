@@ -7,39 +7,35 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from compile_callbacks._utils.phases import EAGER, PHASES, Phase
+from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.config.dynamo_settings import healing_settings
 from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
-from compile_callbacks.report.data import PhaseReport, RunReport
+from compile_callbacks.report.figures import PhaseReport
 
 MAX_STEP_TIME_VARIATION = 0.25
-"""The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. ± is
-half of the interquartile range. At this value, the quartiles are 0.75 and 1.25 times the median, so equal steps differ
-by a factor of 1.67, which is as much as compiling often gains."""
+"""The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. At
+this value, the quartiles are 0.75 and 1.25 times the median, which differ by as much as compiling often gains."""
 
-_SLOWED = 2.0
-"""The ratio from which the helper process of `background=True` slows steps too much."""
-
+_SLOWED = 2.0  # the ratio from which the helper process of `background=True` slows steps too much
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
 
 
-def verdict_lines(report: RunReport) -> list[str]:
+def verdict_lines(phases: Mapping[Phase, PhaseReport]) -> list[str]:
     """Return one line for each phase that ran, which tells whether the phase repaid its compile time."""
-    return [f"{phase:<7} {text}" for phase in PHASES if (text := describe_verdict(phase, report.phase(phase)))]
+    return [f"{phase:<7} {text}" for phase, report in phases.items() if (text := describe_verdict(phase, report))]
 
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     """Return the verdict of a phase in a sentence, or an empty string if the phase did not run or is left eager."""
-    claim = _claim(report)
+    claim, net = _claim(report), report.net_seconds_saved or 0
     if not claim:
         return ""
-    net = report.net_seconds_saved or 0
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
         claim += f"; lost {_duration(-net)} so far"
     without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
-    if without_effect and (reason := _reason(without_effect)) not in claim:
-        claim += f"; {reason}"
+    if without_effect and _reason(without_effect) not in claim:
+        claim += f"; {_reason(without_effect)}"
     compared = report.verdict in ("faster", "compile time not repaid", "slower", "no difference")
     if compared and _is_noisy(report) and not _is_unclear(report):
         vary = f"step times vary by ±{_variation(report):.0%}"
@@ -47,56 +43,64 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
-def _claim(report: PhaseReport) -> str:  # noqa: C901  (a flat list of verdicts)
+def _claim(report: PhaseReport) -> str:
     """Return the verdict line without losses, settings without effect and advice."""
-    eager_ms, compiled_ms, net = report.eager_step_ms, report.compiled_step_ms, report.net_seconds_saved or 0
-    times = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms"
-    compiling = _duration(report.compile_seconds or 0)
-    speedup = report.speedup or 1.0
     if back := _event(report, "sent_back"):
         return f"runs eagerly again: {back['reason']}"
+    if report.verdict in ("too few samples", "not compiled", "still compiling"):
+        return _why_not_compared(report)
+    if report.verdict is None:
+        return _why_no_verdict(report)
+    details, eager_ms, compiled_ms = report.diagnostics, report.eager_step_ms or 0, report.compiled_step_ms or 0
+    times, speedup = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms", report.speedup or 1.0
+    net, compiling = report.net_seconds_saved or 0, _duration(report.compile_seconds or 0)
     match report.verdict:
         case "faster":
             return f"{_times(speedup)} faster ({times}), saved {_duration(net)} after {compiling} of compiling"
         case "compile time not repaid":
-            steps = report.break_even_steps
-            when = "never" if steps is None or math.isinf(steps) else f"after {steps:,.0f} compiled steps"
+            steps = math.inf if report.break_even_steps is None else report.break_even_steps
+            when = "never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps"
             lost = f"{compiling} compiling are not repaid: lost {_duration(-net)} so far, break-even {when}"
             return f"{_times(speedup)} faster ({times}), but {lost}"
         case "slower":
-            ratio = 1 / speedup
-            slower = f"slower by {ratio - 1:.0%}" if ratio < 1.95 else f"{_times(ratio)} slower"
+            slower = f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower"
             return f"{slower} ({times}): {_why_slower(report)}"
         case "no difference":
-            spread = max(report.diagnostics.eager_spread_ms or 0, report.diagnostics.compiled_spread_ms or 0)
+            spread = max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0)
             both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
-            if _is_unclear(report):
-                return f"no difference shown: step times vary too much ({both}), {compiling} spent compiling"
-            return f"no difference ({both}), {compiling} spent compiling"
-        case "not comparable":
-            low, high = report.diagnostics.speedup_interval or (0, math.inf)
-            why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
-            if max(eager_ms or 0, compiled_ms or 0) > MAX_FACTOR * min(eager_ms or 0, compiled_ms or 0):
-                why = "such a difference is a fault of the measurement, as when threads wait for each other"
-            advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
-            return f"no factor ({times}): {why}; {advice}"
-        case "too few samples" if eager_ms is None or compiled_ms is None:
-            side = "eager" if eager_ms is None else "compiled"
-            return f"too few samples: no {side} steps of the same workload to compare, {compiling} spent compiling"
-        case "too few samples":
-            return f"too few samples ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
-        case "still compiling":
-            meanwhile = _count(report.diagnostics.waiting_steps, "step")
-            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
-        case "not compiled":
-            why, code = _why_uncompiled(report)
-            return f"not compiled: {why}" + (f", see {code}" if code else "")
+            vary = " shown: step times vary too much" if _is_unclear(report) else ""
+            return f"no difference{vary} ({both}), {compiling} spent compiling"
+    if report.verdict != "not comparable":
+        return ""  # a newer version of this library may know other verdicts
+    low, high = details.speedup_interval or (0, math.inf)
+    why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
+    if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
+        why = "such a difference is a fault of the measurement, as when threads wait for each other"
+    advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
+    return f"no factor ({times}): {why}; {advice}"
+
+
+def _why_not_compared(report: PhaseReport) -> str:
+    eager_ms, compiled_ms = report.eager_step_ms, report.compiled_step_ms
+    if report.verdict == "still compiling":
+        meanwhile = _count(report.diagnostics.waiting_steps, "step")
+        return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
+    if report.verdict == "not compiled":
+        why, code = _why_uncompiled(report)
+        return f"not compiled: {why}" + (f", see {code}" if code else "")
+    if eager_ms is None or compiled_ms is None:
+        of, compiling = "eager" if eager_ms is None else "compiled", _duration(report.compile_seconds or 0)
+        return f"too few samples: no {of} steps of the same workload to compare, {compiling} spent compiling"
+    samples = f"{report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+    return f"too few samples ({_ms(eager_ms)} → {_ms(compiled_ms)} ms): {samples}"
+
+
+def _why_no_verdict(report: PhaseReport) -> str:
     trials = report.diagnostics.trials
     if trials and report.mode == EAGER:
-        reason = next(trial["reason"] for trial in trials if trial["candidate"] == EAGER)
         others = [trial for trial in trials if trial["candidate"] != EAGER]
-        if len(others) == 1:
-            reason = reason or others[0]["reason"]
+        reason = next(trial["reason"] for trial in trials if trial["candidate"] == EAGER)
+        reason = reason or (others[0]["reason"] if len(others) == 1 else "")
         results = ", ".join(f"{trial['candidate']} {trial['verdict']}" for trial in others)
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
     if trials and all(trial["verdict"] != "chosen" for trial in trials):
@@ -108,80 +112,75 @@ def _claim(report: PhaseReport) -> str:  # noqa: C901  (a flat list of verdicts)
     return ""
 
 
-def notes(report: RunReport) -> list[str]:
+def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
     """Return the lines below the table: candidates of a `Tune`, settings of Dynamo, and eager calls."""
     lines = []
-    for phase in PHASES:
-        diagnostics, verdict = report.phase(phase).diagnostics, describe_verdict(phase, report.phase(phase))
+    for phase, report in phases.items():
+        verdict, details = describe_verdict(phase, report), report.diagnostics
         lines += [
             f"{phase}: {trial['candidate']} {trial['verdict']}: {trial['reason']}"
-            for trial in diagnostics.trials
+            for trial in details.trials
             if trial["reason"] and trial["reason"] not in verdict
         ]
-        shown = [event for event in diagnostics.events if event["kind"] == "dynamo_setting"]
-        lines += [f"{phase}: {event['target']}: {event['reason']}" for event in shown]
-        eager = diagnostics.eager_calls.items()
-        lines += [f"{phase}: {_count(number, 'call')} of {target} ran eagerly" for target, number in eager]
+        settings = [event for event in details.events if event["kind"] == "dynamo_setting"]
+        lines += [f"{phase}: {event['target']}: {event['reason']}" for event in settings]
+        lines += [
+            f"{phase}: {_count(calls, 'call')} of {name} ran eagerly" for name, calls in details.eager_calls.items()
+        ]
     return lines
 
 
-def next_step(report: RunReport) -> str | None:
+def next_step(phases: Mapping[Phase, PhaseReport]) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
-    phases = [(phase, report.phase(phase)) for phase in PHASES]
-    # The same problem in both phases.
-    ranks = zip(*(_next_steps(*pair) for pair in phases), strict=True)
-    return next((advice for rank in ranks for advice in rank if advice), None)
+    ranks = zip(*(_next_steps(phase, report) for phase, report in phases.items()), strict=True)
+    return next((advice for of_both_phases in ranks for advice in of_both_phases if advice), None)
 
 
 def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     """Yield advice about each problem, the most important first, or ``None`` if the phase does not have the problem."""
-    verdict = report.verdict
+    verdict, details = report.verdict, report.diagnostics
     differs = (report.verified or "").startswith("differs")
     yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
     code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
     yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
     failed = _event(report, "fallback")
     yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
-    recompile = _event(report, "recompile")
-    fix = recompile.get("fix") if recompile else None
-    if fix and fix.startswith("removing the graph break"):
-        fix += _healing(phase, report)
-    recompiled = f"{phase} recompiled {'once' if report.recompiles == 1 else f'{report.recompiles} times'}"
-    yield f"{recompiled} ({recompile['reason']}): {fix}" if recompile and fix else None
+    recompile = _event(report, "recompile") or {}
+    fix = recompile.get("fix") or ""
+    fix += _healing(phase, report) if fix.startswith("removing the graph break") else ""
+    times = "once" if report.recompiles == 1 else f"{report.recompiles} times"
+    yield f"{phase} recompiled {times} ({recompile['reason']}): {fix}" if fix else None
     doubtful = _is_noisy(report) or _is_unclear(report)
-    again = f"measure {phase} again while no other program uses the machine"
-    doubted = ("slower", "no difference")
-    yield again if verdict == "not comparable" or (doubtful and verdict in doubted) else None
+    again = verdict == "not comparable" or (doubtful and verdict in ("slower", "no difference"))
+    yield f"measure {phase} again while no other program uses the machine" if again else None
     yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
-    broken = _event(report, "graph_break")
-    where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken and broken.get("file") else ""
+    broken = _event(report, "graph_break") or {}
+    where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
     yield breaks + _healing(phase, report) if broken else None
-    meanwhile, eager = report.diagnostics.waiting_step_ms or 0.0, report.eager_step_ms or math.inf
+    meanwhile, eager = details.waiting_step_ms or 0.0, report.eager_step_ms or math.inf
     slowed = f"the helper process slowed {phase} steps from {_ms(eager)} to {_ms(meanwhile)} ms: leave it a processor"
     slowed += ", for example with OMP_NUM_THREADS set to one less than their number"
     yield slowed if meanwhile > _SLOWED * eager else None
-    unpaid = verdict == "compile time not repaid"
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
-    yield cached if unpaid and report.break_even_steps != math.inf else None
-    few_eager = (report.diagnostics.eager_samples or 0) < MIN_SAMPLES
-    more = f"run more {phase} steps" + (", with baseline_steps=10" if few_eager else "")
-    yield more if verdict == "too few samples" else None
+    yield cached if verdict == "compile time not repaid" and report.break_even_steps != math.inf else None
+    baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""
+    yield f"run more {phase} steps{baseline}" if verdict == "too few samples" else None
     yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
-    events = [event for event in report.diagnostics.events if event.get("verdict") == "not compared"]
-    random = next((event for event in events if event.get("fix")), None)
+    events = [event for event in details.events if event.get("verdict") == "not compared" and event.get("fix")]
     compared = f"{phase} has a graph that was not compared with eager"
-    yield f"{compared} ({random['reason']}): {random['fix']}" if random else None
+    yield f"{compared} ({events[0]['reason']}): {events[0]['fix']}" if events else None
 
 
 def _healing(phase: Phase, report: PhaseReport) -> str:
     """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
-    settings, count = healing_settings(str(event.get("reason", "")) for event in _events(report, "graph_break"))
+    breaks = report.diagnostics.events_of("graph_break")
+    settings, count = healing_settings(str(event.get("reason", "")) for event in breaks)
     if not count:
         return ""
-    mode = f"dynamo={settings} in {phase}_mode"
-    if report.mode == "default":
-        mode = f"{phase}_mode={{'dynamo': {settings}}}"
+    mode = (
+        f"{phase}_mode={{'dynamo': {settings}}}" if report.mode == "default" else f"dynamo={settings} in {phase}_mode"
+    )
     removes = f"{mode} may remove {count} of {_count(report.graph_breaks, 'graph break')}"
     return f"; {removes}, and lets torch guess that a size that it does not know is not 1"
 
@@ -209,10 +208,11 @@ def _why_slower(report: PhaseReport) -> str:
         return _reason(skipped)
     if failed := _eager_part(report):
         return f"possible cause: a part runs eagerly, because {_reason(failed)}"
-    for kind, count in (("recompile", report.recompiles), ("graph_break", report.graph_breaks)):
-        if count:
-            which = "" if count == 1 else "the first: " if kind == "graph_break" else "the last: "
-            return f"possible cause: {_count(count, kind.replace('_', ' '))} ({which}{_reason(_event(report, kind))})"
+    for kind, which in (("recompile", "last"), ("graph_break", "first")):
+        if event := _event(report, kind):
+            count = len(report.diagnostics.events_of(kind))
+            reason = _reason(event) if count == 1 else f"the {which}: {_reason(event)}"
+            return f"possible cause: {_count(count, kind.replace('_', ' '))} ({reason})"
     return "torch reports no cause"
 
 
@@ -226,8 +226,8 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
-    waited = report.diagnostics.waiting_steps
-    if not waited and (calls := report.diagnostics.eager_calls):
+    waited, calls = report.diagnostics.waiting_steps, report.diagnostics.eager_calls
+    if calls and not waited:
         target = max(calls, key=calls.__getitem__)
         return f"none of the graphs of {target!r} fits {_count(calls[target], 'call')}", "CC103"
     return "most steps " + ("ran before the compiled code was loaded" if waited else "called no compiled graph"), ""
@@ -239,26 +239,17 @@ def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:
 
 
 def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
-    """Return the last of the `_events` of a kind. Of graph breaks, return the first.
-
-    The code behind the first graph break often has more graph breaks only because of the first.
-    """
-    events = _events(report, kind)
+    """Return the last event of a kind. Of graph breaks, return the first, which often causes the others."""
+    events = report.diagnostics.events_of(kind)
     return events[0 if kind == "graph_break" else -1] if events else None
-
-
-def _events(report: PhaseReport, kind: str) -> list[Mapping[str, Any]]:
-    """Return the events of a kind, with a `Tune` of the chosen candidate."""
-    candidates = (None, report.mode) if report.diagnostics.trials else (None,)
-    return [e for e in report.diagnostics.events if e["kind"] == kind and e.get("candidate") in candidates]
 
 
 def _code(fallback: Mapping[str, Any]) -> str:
     return str(fallback.get("code", "CC301"))
 
 
-def _reason(event: Mapping[str, Any] | None) -> str:
-    return short_reason(str((event or {}).get("reason") or "torch gives no reason"))
+def _reason(event: Mapping[str, Any]) -> str:
+    return short_reason(str(event.get("reason") or "torch gives no reason"))
 
 
 def _count(count: int, what: str) -> str:
@@ -269,10 +260,8 @@ def _times(speedup: float) -> str:
     return f"{speedup:.2f}x" if speedup < 1.95 else f"{speedup:.1f}x"
 
 
-def _ms(value: float | None) -> str:
+def _ms(value: float) -> str:
     """Format milliseconds with three digits."""
-    if value is None:
-        return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
