@@ -40,14 +40,11 @@ PICTURES = ("steps", "tensorboard", "terminal", "notebook", "readme", "site")
 
 
 def train_all(folder: Path) -> None:
-    """Run the code of the page "Get started" twice, and once with a smaller last batch in the folder ragged."""
+    """Run the code of the page "Get started" twice."""
     page = START.read_text()
     module, fit, look = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     first = "\n".join(train(folder, module + fit + look)[1:])
     train(folder, module + fit + look)
-    ragged = (module + fit).replace("[1280, 517]", "[1250, 547]")
-    assert ragged != module + fit
-    train(folder / "ragged", ragged)
     START.write_text(re.sub(r"(?<=```text\n)compiling.*?(?=\n```)", lambda _: first, page, flags=re.DOTALL))
 
 
@@ -154,13 +151,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         first = folder / "runs" / "start" / "version_0"
-        if set(args.only) - {"site", "readme", "notebook"} and not (folder / "ragged").exists():
+        if set(args.only) - {"site", "readme", "notebook"} and not (folder / "runs").exists():
             train_all(folder)
         if "steps" in args.only:
             save_steps(first)
         if "tensorboard" in args.only:
             show_tensorboard(folder / "runs", "custom_scalars", 1100, "path.line", 8)
-            show_tensorboard(folder / "ragged" / "runs", "text", 880, "td", 20)
         if "terminal" in args.only:
             show_terminal(first)
         if "notebook" in args.only:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compile_callbacks.report.file import FILE_NAME, VERSION, read_records
-from compile_callbacks.report.render import print_report, print_texts, sections
+from compile_callbacks.report.render import details_to_text, print_report
 from compile_callbacks.report.report import CompileReport
 
 _DESCRIPTION = f"""\
@@ -72,7 +72,7 @@ def _read_calls(path: Path, errors: list[str]) -> list[_Call]:
         for number, record in enumerate(records, 1):
             try:
                 call = _Call(file, record, _report_in(record))
-                str(call.report), sections(call.report.phases)  # raises if the report cannot be printed
+                str(call.report), details_to_text(call.report.phases)  # raises if the report cannot be printed
                 calls.append(call)
             except Exception as error:
                 errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
@@ -94,9 +94,6 @@ def _print_in_full(call: _Call) -> None:
     head = [str(call.path), *(f"{name} {value}" for name, value in values.items() if value is not None)]
     head += [f"ended by {record['exception']}"] if record.get("exception") else []
     sys.stdout.write(", ".join(head) + "\n")
-    print_report(call.report.phases)
-    for section in sections(call.report.phases):
-        print_texts(section.head, section.rows, title=section.title)
-        sys.stdout.write("\n")
+    print_report(call.report.phases, details=True)
     if isinstance(environment := record.get("environment"), dict):
         sys.stdout.write(", ".join(f"{name} {value}" for name, value in environment.items()) + "\n\n")

@@ -26,8 +26,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.passes.record_graphs import RecordedGraph
-from compile_callbacks.report.file import append_record, environment, make_record
-from compile_callbacks.report.render import to_markdown
+from compile_callbacks.report.file import append_record, make_record
+from compile_callbacks.report.render import details_to_text
 from compile_callbacks.report.report import CompileReport, ExportReport
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ def log_summary(
     for logger in loggers if report.has_figures else ():
         with _warn_if_it_fails(logger):
             if _writes_tensorboard(logger):
-                logger.experiment.add_text("compile_report", to_markdown(report.phases, environment()), step)
+                _add_text(logger, "compile_report", f"{report}\n\n{details_to_text(report.phases)}", step)
                 _add_plot(logger.experiment, report, step)
                 for graph in recorded_graphs:
-                    logger.experiment.add_text(f"graphs/{graph.title}", textwrap.indent(graph.text, "    "), step)
+                    _add_text(logger, f"graphs/{graph.title}", graph.text, step)
 
 
 @rank_zero_only
@@ -176,7 +176,11 @@ def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> No
             if scalars := report.scalars():
                 logger.log_metrics(metrics=scalars, step=step)
             if _writes_tensorboard(logger):
-                logger.experiment.add_text("export_report", textwrap.indent(str(report), "    "), step)
+                _add_text(logger, "export_report", str(report), step)
+
+
+def _add_text(logger: TensorBoardLogger, tag: str, text: str, step: int) -> None:
+    logger.experiment.add_text(tag, textwrap.indent(text, "    "), step)  # indented text is code in Markdown
 
 
 def _writes_tensorboard(logger: Logger) -> TypeGuard[TensorBoardLogger]:

@@ -1,13 +1,12 @@
-"""Renders reports as plain text and as Markdown, and prints tables; rich lays them out."""
+"""Renders reports as plain text, and prints tables; rich lays them out."""
 
 from __future__ import annotations
 
 import io
-import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from compile_callbacks._utils.phases import EAGER, Phase
@@ -141,9 +140,9 @@ def to_text(table: Table, width: int = _UNLIMITED) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts, and wrap them at the width of the terminal."""
-    sys.stdout.write(to_text(make_table(head, rows, title, numbers=False), _width(_PLAIN_TEXT_WIDTH)) + "\n")
+    sys.stdout.write(to_text(make_table(head, rows, numbers=False), _width(_PLAIN_TEXT_WIDTH)) + "\n")
 
 
 def _width(plain_width: int) -> int:
@@ -157,39 +156,15 @@ def to_plain_text(phases: Mapping[Phase, PhaseReport], width: int = _UNLIMITED) 
     return "\n".join([*verdict_lines(phases), "", table, *_below(phases), *([f"next: {todo}"] if todo else [])])
 
 
-def print_report(phases: Mapping[Phase, PhaseReport]) -> None:
-    """Print a report."""
+def details_to_text(phases: Mapping[Phase, PhaseReport], width: int = _PLAIN_TEXT_WIDTH) -> str:
+    """Render the tables with the details of a report as plain text."""
+    tables = (make_table(section.head, section.rows, section.title, numbers=False) for section in sections(phases))
+    return "\n\n".join(to_text(table, width) for table in tables)
+
+
+def print_report(phases: Mapping[Phase, PhaseReport], *, details: bool = False) -> None:
+    """Print a report, and the tables with its ``details``."""
     sys.stdout.write(f"\ntorch.compile report\n{to_plain_text(phases, _width(_UNLIMITED))}\n\n")
+    if details and (text := details_to_text(phases, _width(_PLAIN_TEXT_WIDTH))):
+        sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()
-
-
-# ------------------------------------------------------------------------------------------ Markdown
-
-
-def to_markdown(phases: Mapping[Phase, PhaseReport], environment: Mapping[str, str]) -> str:
-    """Render a report as Markdown: the verdict, the next step, the reasons for the counts, and the figures."""
-    todo, shown = next_step(phases), _shown(phases)
-    rows = [(row[0].strip() if row[0].startswith(" ") else row[0].upper(), *row[1:]) for row in _main_table(shown)]
-    parts = [
-        "## Compile report",
-        *(f"**{_escaped(line)}**" for line in verdict_lines(phases)),
-        *([f"Next: {_escaped(todo)}"] if todo else []),
-        *(f"### {section.title}\n\n{_markdown_table(section.head, section.rows)}" for section in sections(phases)),
-        "### Figures",
-        _markdown_table(("", *shown), rows),
-        *map(_escaped, _below(phases)),
-        "### Environment",
-        _markdown_table(("", "version or name"), environment.items()),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *(tuple(map(_escaped, row)) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escaped(text: str) -> str:
-    """Escape line ends, pipes and underscores for a table cell, because torch's reasons contain them."""
-    lines = (" ".join(line.split()).replace("&", "&amp;").replace("<", "&lt;") for line in text.splitlines())
-    return "<br>".join(re.sub(r"([\\`*_\[\]|#])", r"\\\1", line) for line in lines if line)
