@@ -18,9 +18,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -44,17 +43,6 @@ _FIXES = {
 }
 """The fix for the first pattern that occurs in the cause of a failed compile."""
 
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check."""
-
-    status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
-    result: str
-    impact: str = ""  # the features that will not work
-    fix: str = ""
-
-
 _PACKAGES = {
     "torch": ("2.11", "this library does not run", "pip install 'torch>=2.11'"),
     "torchvision": (
@@ -71,20 +59,32 @@ _PACKAGES = {
 _OPTIONAL = {"torchvision": "the examples need it", "triton": "only GPUs need it"}
 
 
+class Check(NamedTuple):
+    """The result of one check."""
+
+    status: Literal["ok", "warning", "failed"]  # "warning" if some features may not work, "failed" if compiling fails
+    result: str
+    impact: str = ""  # the features that will not work
+    fix: str = ""
+
+
 def check_package(package: str) -> Check:
     """Check that a package is installed, new enough for this library, and importable."""
-    minimum, impact, fix = _PACKAGES[package]
+    minimum, *impact_and_fix = _PACKAGES[package]
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
+    if version is None and package in _OPTIONAL:
+        return Check("ok", f"not installed; {_OPTIONAL[package]}")
     if version is None:
-        use = _OPTIONAL.get(package)
-        return Check("ok", f"not installed; {use}") if use else Check("failed", "not installed", impact, fix)
-    if Version(version) < Version(minimum):
-        return Check("failed", f"{version}, but this library needs {minimum} or newer", impact, fix)
-    try:
-        importlib.import_module(package)  # fails if torchvision was built for another torch
-    except Exception as error:
-        return Check("failed", f"{version} cannot be imported: {in_one_line(describe_failure(error))}", impact, fix)
-    return Check("ok", version)
+        problem = "not installed"
+    elif Version(version) < Version(minimum):
+        problem = f"{version}, but this library needs {minimum} or newer"
+    else:
+        try:
+            importlib.import_module(package)  # fails if torchvision was built for another torch
+            return Check("ok", version)
+        except Exception as error:
+            problem = f"{version} cannot be imported: {in_one_line(describe_failure(error))}"
+    return Check("failed", problem, *impact_and_fix)
 
 
 def check_gpu() -> Check:
@@ -95,10 +95,10 @@ def check_gpu() -> Check:
     present = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # nvidia-smi is not installed, or finds no GPU
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        present = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    if not present.strip():
+        present = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    if not present:
         return Check("ok", "none: modules run on the CPU")
-    result = f"{', '.join(present.split(os.linesep)).strip(', ')}, which torch {torch.__version__} cannot use"
+    result = f"{', '.join(present.splitlines())}, which torch {torch.__version__} cannot use"
     fix = f"a driver for CUDA {torch.version.cuda}, or another torch: https://pytorch.org/get-started/locally"
     return Check("warning", result, "modules run on the CPU", fix)
 
@@ -106,16 +106,15 @@ def check_gpu() -> Check:
 def check_cpp_compiler() -> Check:
     """Check that Inductor's C++ compiler runs, and links the same C++ library as torch."""
     try:
-        compiler = _torch.inductor.cpp_compiler()
+        compiler = shlex.split(_torch.inductor.cpp_compiler())
     except (RuntimeError, OSError, ValueError):
         impact = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
         return Check("failed", f"none: {os.environ.get('CXX', 'g++')!r} does not run", impact, _CPP_COMPILER)
 
     def output(option: str) -> str:
-        command = [*shlex.split(compiler), option]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        return subprocess.run([*compiler, option], capture_output=True, text=True, check=False).stdout
 
-    result = output("--version").partition("\n")[0] or compiler
+    result = output("--version").partition("\n")[0] or shlex.join(compiler)
     # The compiler prints the bare name of a library that it does not find.
     if os.sep not in output("-print-file-name=libstdc++.a") or os.sep in output("-print-file-name=libstdc++.so"):
         return Check("ok", result)
@@ -149,13 +148,12 @@ def check_cache_folder() -> Check:
 def check_compile(device: str) -> Check:
     """Check that an addition compiles on ``"cpu"`` or ``"cuda"``, and returns the right sum."""
     # Uses a new number in each run, so that the compilers run instead of loading the code from a cache.
-    number = 1 + time.time_ns() % 2**40
+    number, started = 1 + time.time_ns() % 2**40, time.perf_counter()
     impact = f"modules on the {'CPU' if device == 'cpu' else 'GPU'} run uncompiled"
 
     def add(x: torch.Tensor) -> torch.Tensor:
         return x + (number if torch.compiler.is_compiling() else 0)
 
-    started = time.perf_counter()
     x = torch.arange(1000, device=device)
     try:
         total = torch.compile(add)(x)
@@ -163,14 +161,13 @@ def check_compile(device: str) -> Check:
         cause = describe_failure(error)
         fix = next(fix for pattern, fix in _FIXES.items() if re.search(pattern, cause))
         return Check("failed", in_one_line(cause), impact, fix)
-    seconds = time.perf_counter() - started
     if torch.equal(total, x):
         fix = "unset TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE and TORCHDYNAMO_SUPPRESS_ERRORS"
         return Check("failed", "torch.compile does nothing", impact, fix)
     if not torch.equal(total, x + number):
         impact = "compiled modules compute wrong results"
         return Check("failed", "a compiled addition returns a wrong sum", impact, "pip install --force-reinstall torch")
-    return Check("ok", f"an addition compiled in {seconds:.1f} s, with the right sum")
+    return Check("ok", f"an addition compiled in {time.perf_counter() - started:.1f} s, with the right sum")
 
 
 _CHECKS: dict[str, Callable[[], Check | None]] = {
@@ -198,31 +195,26 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         sys.stdout.write("checking this machine and compiling an addition, which takes up to 20 s ...\n\n")
         sys.stdout.flush()
-    checks = run_checks()
+    checks = {name: check for name, run_check in _CHECKS.items() if (check := _result_of(run_check)) is not None}
     failures = sum(check.status == "failed" for check in checks.values())
     if args.json:
-        data = {"ok": not failures, "checks": [{"name": name, **asdict(check)} for name, check in checks.items()]}
+        data = {"ok": not failures, "checks": [{"name": name, **check._asdict()} for name, check in checks.items()]}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
-        return int(failures > 0)
-    print_texts(("check", "status", "found"), [(name, check.status, check.result) for name, check in checks.items()])
-    for name, check in checks.items():
-        if check.impact:
-            sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
-    success = "nothing failed: add InductorCompile() to your Trainer's callbacks"
-    sys.stdout.write(f"\n{f'{failures} of {len(checks)} checks failed' if failures else success}\n")
+    else:
+        print_texts(("check", "status", "found"), [(name, *check[:2]) for name, check in checks.items()])
+        for name, check in checks.items():
+            if check.impact:
+                sys.stdout.write(f"\n{name}: {check.impact}\n  to fix it: {check.fix}\n")
+        success = "nothing failed: add InductorCompile() to your Trainer's callbacks"
+        sys.stdout.write(f"\n{f'{failures} of {len(checks)} checks failed' if failures else success}\n")
     return int(failures > 0)
 
 
-def run_checks() -> dict[str, Check]:
-    """Run all checks, and return the results by name. A check that raises an exception becomes a warning."""
-    checks = {}
-    for name, check in _CHECKS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # because the check reports the same problem
-            try:
-                result = check()
-            except Exception as error:
-                result = Check("warning", f"the check failed: {in_one_line(describe_failure(error))}")
-        if result is not None:
-            checks[name] = result
-    return checks
+def _result_of(check: Callable[[], Check | None]) -> Check | None:
+    """Run a check. A check that raises an exception becomes a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # because the check reports the same problem
+        try:
+            return check()
+        except Exception as error:
+            return Check("warning", f"the check failed: {in_one_line(describe_failure(error))}")

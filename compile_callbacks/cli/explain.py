@@ -39,16 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the entry of a code, or the list of all codes. Return status 2 if the code does not exist."""
-    entries = read_entries()
-    if args.code is None:
+    entries, code = read_entries(), (args.code or "").upper()
+    if not code:
         sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())
-        return 0
-    entry = entries.get(args.code.upper())
-    if entry is None:
-        near = difflib.get_close_matches(args.code.upper(), entries)
-        hint = f"; codes near it: {', '.join(near)}" if near else "; `compile-callbacks explain` lists all codes"
-        sys.stderr.write(f"compile-callbacks explain: there is no code {args.code!r}{hint}\n")
+    elif code in entries:
+        plain = entries[code].text.replace("**", "")
+        sys.stdout.write(f"{code}: {entries[code].title}\n\n{plain}\n")
+    else:
+        near = ", ".join(difflib.get_close_matches(code, entries))
+        hint = f"codes near it: {near}" if near else "`compile-callbacks explain` lists all codes"
+        sys.stderr.write(f"compile-callbacks explain: there is no code {args.code!r}; {hint}\n")
         return 2
-    plain = entry.text.replace("**", "")
-    sys.stdout.write(f"{entry.code}: {entry.title}\n\n{plain}\n")
     return 0

@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
     texts = [(mode["name"], mode["kind"], mode["description"], mode["lacks"] or "works") for mode in listed]
     print_texts(("name", "kind", "for", f"on {device}"), texts)
     sys.stdout.write("\n")
-    settings = [[f"mode {mode['mode']}"] if mode["mode"] else [] for mode in listed]
-    for mode, parts in zip(listed, settings, strict=True):
-        parts += [f"{name}={value!r}" for name, value in mode["options"].items()]
-    print_texts(("name", "sets"), [(m["name"], ", ".join(s) or "-") for m, s in zip(listed, settings, strict=True)])
+    for mode in listed:
+        parts = [f"mode {mode['mode']}"] * bool(mode["mode"])
+        mode["sets"] = ", ".join([*parts, *(f"{name}={value!r}" for name, value in mode["options"].items())]) or "-"
+    print_texts(("name", "sets"), [(mode["name"], mode["sets"]) for mode in listed])
     return 0
 
 
