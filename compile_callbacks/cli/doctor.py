@@ -22,7 +22,6 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from packaging.version import Version
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.fingerprints import installed_version
@@ -44,17 +43,13 @@ _FIXES = {
 """The fix for the first pattern that occurs in the cause of a failed compile."""
 
 _PACKAGES = {
-    "torch": ("2.11", "this library does not run", "pip install 'torch>=2.11'"),
-    "torchvision": (
-        "0.26",
-        "`import lightning` and InductorCompile fail",
-        "pip uninstall torchvision, or both from one index: pip install --force-reinstall torch torchvision",
-    ),
-    "triton": ("0", "modules on a GPU run uncompiled", "pip install --force-reinstall torch"),
-    "lightning": ("2.5.6", "InductorCompile cannot be imported", "pip install --upgrade 'lightning>=2.5.6'"),
-    "tensorboard": ("0", "a TensorBoardLogger gets no report", "pip install tensorboard"),
+    "torch": ("this library does not run", "torch"),
+    "torchvision": ("`import lightning` and InductorCompile fail", "torch torchvision"),
+    "triton": ("modules on a GPU run uncompiled", "torch"),
+    "lightning": ("InductorCompile cannot be imported", "lightning"),
+    "tensorboard": ("a TensorBoardLogger gets no report", "tensorboard"),
 }
-"""The minimum version of each package, the features that fail without it, and the fix."""
+"""The features that fail without a package, and the packages to install."""
 
 _OPTIONAL = {"torchvision": "the examples need it", "triton": "only GPUs need it"}
 
@@ -69,22 +64,17 @@ class Check(NamedTuple):
 
 
 def check_package(package: str) -> Check:
-    """Check that a package is installed, new enough for this library, and importable."""
-    minimum, *impact_and_fix = _PACKAGES[package]
+    """Check that a package is installed and importable. pip checks that it is new enough."""
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
     if version is None and package in _OPTIONAL:
         return Check("ok", f"not installed; {_OPTIONAL[package]}")
-    if version is None:
-        problem = "not installed"
-    elif Version(version) < Version(minimum):
-        problem = f"{version}, but this library needs {minimum} or newer"
-    else:
-        try:
-            importlib.import_module(package)  # fails if torchvision was built for another torch
-            return Check("ok", version)
-        except Exception as error:
-            problem = f"{version} cannot be imported: {in_one_line(describe_failure(error))}"
-    return Check("failed", problem, *impact_and_fix)
+    try:
+        importlib.import_module(package)  # fails if torchvision was built for another torch
+    except Exception as error:
+        problem = f"{version or 'not installed'}, cannot be imported: {in_one_line(describe_failure(error))}"
+        impact, packages = _PACKAGES[package]
+        return Check("failed", problem, impact, f"pip install --force-reinstall {packages}, all from one index")
+    return Check("ok", version or "installed")
 
 
 def check_gpu() -> Check:

@@ -195,17 +195,17 @@ case "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; *) exec {} "$@
 
 
 @pytest.mark.parametrize(
-    ("cause", "fix", "version", "status"),
+    ("cause", "fix"),
     [
-        ("fatal error: Python.h: No such file or directory", r"python3\.\d+-dev", "2.10.1", "failed"),
-        ("fatal error: 'omp.h' file not found", "libomp-dev", "2.11.0rc1", "failed"),
-        ("Failed to find C compiler. Please specify via CC", "install gcc", "2.11.0.dev20260101", "failed"),
-        ("x.so: failed to map segment from shared object", "TORCHINDUCTOR_CACHE_DIR", "2.11", "ok"),
-        ("something else", r"TORCH_LOGS='\+inductor'", "2.11.0+cpu", "ok"),
+        ("fatal error: Python.h: No such file or directory", r"python3\.\d+-dev"),
+        ("fatal error: 'omp.h' file not found", "libomp-dev"),
+        ("Failed to find C compiler. Please specify via CC", "install gcc"),
+        ("x.so: failed to map segment from shared object", "TORCHINDUCTOR_CACHE_DIR"),
+        ("something else", r"TORCH_LOGS='\+inductor'"),
     ],
 )
-def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, tmp_path, doctor, cause, fix, version, status):
-    """The versions of torch include prereleases. The GCC finds only the archive of torch's C++ library, libstdc++."""
+def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, tmp_path, doctor, cause, fix):
+    """The GCC finds only the archive of torch's C++ library, libstdc++."""
 
     def fails(x):
         raise RuntimeError(cause)
@@ -215,13 +215,11 @@ def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, tmp_path, doctor,
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    monkeypatch.setattr(torch, "__version__", version)
     with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
         found = doctor(1)
     failed = found["compile on CPU"]
     assert (failed["status"], failed["result"]) == ("failed", f"RuntimeError: {cause}")
     assert re.search(fix, failed["fix"])
-    assert found["torch"]["status"] == status
     lacks = {"status": "warning", "result": "there is no libstdc++.so for it", "impact": "packages for a GPU crash"}
     for figure, text in {**lacks, "fix": "export CXX=/usr/bin/g++"}.items():
         assert text in found["C++ compiler"][figure]
