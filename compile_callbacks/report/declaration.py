@@ -1,16 +1,27 @@
-"""`figure` declares a figure of the report by the function that computes it."""
+"""`figure` declares a figure of the report by the function that computes it from `PhaseFacts`.
+
+Imports no torch, because ``compile-callbacks check`` does not.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.report.facts import PhaseFacts
+
+if TYPE_CHECKING:
+    from compile_callbacks.profiling.events import CompileKey
+    from compile_callbacks.profiling.memory import PeakMemory
+    from compile_callbacks.profiling.recorder import CompileRecorder
+    from compile_callbacks.profiling.savings import Savings
+    from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
+    from compile_callbacks.tuning.tune import PhaseConfig
 
 _T = TypeVar("_T")
 
@@ -21,6 +32,57 @@ COUNT = "{:d}"
 """The format of a count. A zero is shown like a figure that was not measured."""
 
 Group = Literal["speed", "compile", "correctness"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseFacts:
+    """The measurements of a phase, from which the figures are computed. With a `Tune`, of the chosen candidate."""
+
+    phase: Phase
+    settings: PhaseConfig
+    target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
+    recorder: CompileRecorder
+    timer: StepTimer
+    memory: PeakMemory
+    trials: tuple[dict[str, Any], ...]
+    waits: bool  # whether the helper process still compiles a graph
+
+    @property
+    def candidate(self) -> str | None:
+        """The chosen candidate of a `Tune`."""
+        return chosen_candidate(self.trials)
+
+    def counts(self, key: CompileKey) -> bool:
+        """Return whether the figures count what happened to a target with this key."""
+        return key.phase == self.phase and self.candidate in (None, key.candidate)
+
+    @functools.cached_property
+    def times(self) -> StepTimes:
+        """The step times of the workload with the most samples."""
+        return self.timer.times(self.phase, self.candidate)
+
+    @functools.cached_property
+    def steps(self) -> Counter[Any]:
+        """The number of steps by kind."""
+        return self.timer.steps(self.phase, self.candidate)
+
+    @functools.cached_property
+    def savings(self) -> Savings | None:
+        """The time that compiling saved, or ``None`` if nothing was compiled or compared."""
+        from compile_callbacks.profiling.savings import savings  # imported here, because it imports torch
+
+        compiles = [event for event in self.recorder.events if event.kind == "compile"]
+        ours = [event for event in compiles if event.phase == self.phase]
+        if not ours:
+            return None
+        outside_steps = self.recorder.import_seconds if compiles[0] is ours[0] else 0.0
+        outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
+        return savings(self.timer, self.phase, self.candidate, outside_steps)
+
+
+def chosen_candidate(trials: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the name of the candidate that a `Tune` chose."""
+    return next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None)
 
 
 @dataclass(eq=False)

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks._utils.phases import EAGER, WAITING, Phase
 from compile_callbacks.profiling.comparison import median_ms, spread_ms
 from compile_callbacks.profiling.events import Result, Verdict
-from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, cell, figure
-from compile_callbacks.report.facts import chosen_candidate
+from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, cell, chosen_candidate, figure
 
 _MAX_NAMES = 4
 
@@ -83,12 +82,12 @@ class PhaseDiagnostics(Figures):
     def eager_peak_memory_mib(self) -> float | None:
         """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
         peak of the process, the row shows the peak of the process."""
-        return self.facts.peak(EAGER).mib
+        return self.facts.memory.peak(self.facts.phase, EAGER).mib
 
     @figure()
     def eager_peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if eager steps did not raise the peak of the process."""
-        return self.facts.peak(EAGER).at_most_mib
+        return self.facts.memory.peak(self.facts.phase, EAGER).at_most_mib
 
     @figure(
         "speed",
@@ -98,12 +97,12 @@ class PhaseDiagnostics(Figures):
     )
     def peak_memory_mib(self) -> float | None:
         """Peak GPU memory of a compiled step, in MiB."""
-        return self.facts.peak(self.facts.candidate).mib
+        return self.facts.memory.peak(self.facts.phase, self.facts.candidate).mib
 
     @figure()
     def peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if compiled steps did not raise the peak of the process."""
-        return self.facts.peak(self.facts.candidate).at_most_mib
+        return self.facts.memory.peak(self.facts.phase, self.facts.candidate).at_most_mib
 
     @figure()
     def load_seconds(self) -> float | None:
@@ -114,13 +113,15 @@ class PhaseDiagnostics(Figures):
     @figure("compile", COUNT, row="steps meanwhile", default=0)
     def waiting_steps(self) -> int:
         """Number of steps that ran eagerly while the helper process compiled."""
-        return self.facts.waiting_steps
+        return self.facts.timer.steps(self.facts.phase, WAITING).total()
 
     @figure("speed", "{:.2f}", row="step meanwhile ms")
     def waiting_step_ms(self) -> float | None:
         """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains
         the difference from `eager_step_ms`."""
-        return median_ms(self.facts.waiting_ms)
+        of_workloads = self.facts.timer.windows(self.facts.phase, WAITING, "eager").items()
+        ours = [windows for workload, windows in of_workloads if workload == self.facts.times.workload]
+        return median_ms([ms for windows in ours for window in windows for ms in window])
 
     @figure("speed", lambda d: cell(round(d.saved_for_backward_mib or 0, 1) or None, "{:.1f}"))
     def saved_for_backward_mib(self) -> float | None:
@@ -147,7 +148,8 @@ class PhaseDiagnostics(Figures):
     def passes(self) -> tuple[dict[str, Any], ...]:
         """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
         `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
-        return self.facts.passes
+        runs = self.facts.recorder.pass_runs
+        return tuple({"target": key.target, **run} for key, run in runs if self.facts.counts(key))
 
     @figure(default={})
     def steps(self) -> dict[str, int]:
@@ -158,7 +160,10 @@ class PhaseDiagnostics(Figures):
     def eager_calls(self) -> dict[str, int]:
         """Number of calls by target that ran eagerly, or of which a part did, in steps with the settings of the
         phase."""
-        return dict(self.facts.eager_calls)
+        calls: Counter[str] = Counter()
+        for key, number in self.facts.recorder.executions.eager_calls.items():
+            calls[key.target] += number if self.facts.counts(key) else 0
+        return dict(+calls)
 
     @figure(default=())
     def trials(self) -> tuple[dict[str, Any], ...]:
@@ -172,7 +177,7 @@ class PhaseDiagnostics(Figures):
         """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
         `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
         windows of ten steps, spread evenly over the run."""
-        return self.facts.series
+        return self.facts.timer.series(self.facts.phase)
 
     @figure(default=())
     def restored(self) -> tuple[str, ...]:
@@ -183,7 +188,7 @@ class PhaseDiagnostics(Figures):
     def events(self) -> tuple[dict[str, Any], ...]:
         """The events of the phase in order, such as each graph break and each recompile with its reason. See
         `CompileEvent`."""
-        return self.facts.events
+        return tuple(event.to_dict() for event in self.facts.recorder.events if event.phase == self.facts.phase)
 
     def events_of(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the events of a kind, or of all kinds. With a `Tune`, only those of the chosen candidate."""

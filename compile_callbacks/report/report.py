@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from compile_callbacks._utils.files import write_json
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.report.facts import PhaseFacts
+from compile_callbacks.report.declaration import PhaseFacts
 from compile_callbacks.report.figures import PhaseReport
 from compile_callbacks.report.file import make_record
 from compile_callbacks.report.render import make_table, to_plain_text, to_text

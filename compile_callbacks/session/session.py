@@ -29,7 +29,7 @@ from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.steps import Stage, Step, StepKind
-from compile_callbacks.report.facts import PhaseFacts
+from compile_callbacks.report.declaration import PhaseFacts
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.background_policy import BackgroundPolicy

@@ -149,15 +149,11 @@ def test_what_cannot_be_compared_is_an_error(change, message, record, contract, 
     assert message in check.stderr
 
 
-def test_missing_and_damaged_files_and_a_contract_that_names_a_figure_twice_are_errors(contract, tmp_path, command):
+def test_missing_and_damaged_files_are_errors(contract, tmp_path, command):
     (tmp_path / "damaged.json").write_text("[")
-    (tmp_path / "twice.json").write_text('{"version": 1, "train": {"graphs": 0, "graphs": 9}}')
-    for path, against, message in (
-        *((path, "contract.json", "cannot be read") for path in ("none.json", "damaged.json")),
-        (FILE, "none.json", "cannot be read"),
-        (FILE, "twice.json", "a key of 'graphs' occurs twice"),
-    ):
-        assert message in command("check", tmp_path / path, "--against", tmp_path / against, status=2).err
+    for path, against in (("none.json", "contract.json"), ("damaged.json", "contract.json"), (FILE, "none.json")):
+        printed = command("check", tmp_path / path, "--against", tmp_path / against, status=2)
+        assert "cannot be read" in printed.err
 
 
 def test_a_run_that_compiled_nothing_gives_no_contract(record, tmp_path, check):
