@@ -2,11 +2,12 @@
 
 python benchmarks/false_verdicts.py [--runs 400] [--pairs 50] [--json FILE]
 
-The simulation runs `StepTimer` and `Tuner` on step times with 4% noise: a baseline of 10 eager steps, a compile of 5 s,
-and 2000 compiled steps of 50 ms. "bursts": in a share of the time, in bursts of 1 to 4 s, steps take 10% to 50% longer.
-"drift": the machine becomes 5% faster or slower during the run. A true ratio of 1.00 must not be called faster.
+The simulation runs `PhaseTimes` and `Tuning` on step times with 4% noise: a baseline of 10 eager steps, a compile of
+5 s, and 2000 compiled steps of 50 ms. "bursts": in a share of the time, in bursts of 1 to 4 s, steps take 10% to
+50% longer. "drift": the machine becomes 5% faster or slower during the run. A true ratio of 1.00 must
+not be called faster.
 
-The A/A part times training steps of a small network with `StepTimer`, while other processes keep all cores busy. The
+The A/A part times training steps of a small network with `PhaseTimes`, while other processes keep all cores busy. The
 steps after the baseline are labelled as compiled, but are eager. Each "faster" or "slower" is false.
 """
 
@@ -20,20 +21,20 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 from tables import Row, in_order, parser_for, print_table, save, say
 from torch import nn
 
 from compile_callbacks import Tune
-from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, InductorConfig, Variant
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.comparison import Comparison
-from compile_callbacks.profiling.spans import Span
-from compile_callbacks.profiling.step_timer import WARMUP_STEPS, StepTimer
-from compile_callbacks.profiling.steps import Step, Workload
-from compile_callbacks.tuning.trial import Block, Trial
-from compile_callbacks.tuning.tuner import Tuner
+from compile_callbacks.profiling.step_times import WARMUP_STEPS, PhaseTimes, Step, Workload
+from compile_callbacks.tuning.candidates import CompileFacts, Trial
+from compile_callbacks.tuning.ranks import Ranks
+from compile_callbacks.tuning.tuning import Conditions, Tuning
 
 NOISE, STEP_SECONDS, COMPILE_SECONDS, BASELINE_STEPS = 0.04, 0.05, 5.0, 10
 BURST_SECONDS = 1.0, 4.0
@@ -81,19 +82,18 @@ class Machine:
 
 def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], steps: int) -> Comparison | None:
     """Run the steps of a run as a session does, and compare them as the report does."""
-    timer, real = StepTimer(), clock.now
+    times, real = PhaseTimes(), clock.now
     clock.now = lambda *device, **step: seconds()
     for number in range(BASELINE_STEPS + WARMUP_STEPS + steps):
         compiled = number >= BASELINE_STEPS + WARMUP_STEPS
         step = Step(variant=Variant() if compiled else EAGER_VARIANT, kind="compiled" if compiled else "eager")
-        if not compiled or not timer.untimed_left:
-            step.span, step.workload = Span(), WORKLOAD
-        else:
-            timer.untimed_left -= 1
+        step.wanted = not compiled
+        times.begin(step, torch.device("cpu"))
+        step.workload = WORKLOAD
         run_step(compiled)
-        timer.stop("train", step, "train")
+        times.end(step, "train")
     clock.now = real
-    return timer.times("train").comparison
+    return times.times().comparison
 
 
 def simulate_report(ratio: float, *, seed: int, steps: int = 2000, **machine: float) -> str:
@@ -116,18 +116,21 @@ def simulate_report(ratio: float, *, seed: int, steps: int = 2000, **machine: fl
 def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: float) -> str:
     """Return "faster" if a `Tune` of one candidate chooses the candidate, else "no difference"."""
     simulated = Machine(ratio, COMPILE_SECONDS + steps * STEP_SECONDS, seed=seed, **machine)
-    tune = Tune(["default"])
-    tuner = Tuner(tune)
-    while tuner.winner is None:
-        compiled = tuner.candidate != "eager"
-        if compiled and not tuner.trials[tuner.candidate].blocks:
+    waits, facts = lambda variant: None, lambda variant: CompileFacts(COMPILE_SECONDS)
+    tuning = Tuning("train", Tune(["default"]), Ranks(), facts=facts, waits=waits, print_line=lambda line: None)
+    candidate = Variant(InductorConfig(), "default")
+    tuning.begin(Conditions({}, None, False, lambda **settings: [Trial(candidate)]))
+    number: Counter[Variant] = Counter()
+    while tuning.winner is None:
+        variant, _ = tuning.next()
+        number[variant] += 1
+        if variant is candidate and number[candidate] == 1:
             simulated.seconds += COMPILE_SECONDS
-        seconds = [simulated.step_seconds(compiled=compiled) for _ in range(2 + WARMUP_STEPS + tune.steps)]
-        milliseconds = [1000 * one for one in seconds[2 + WARMUP_STEPS :]]
-        tuner.block_ends(Block(milliseconds, COMPILE_SECONDS, steps=len(seconds)))
-        if tuner.needs_candidates:
-            tuner.start([Trial(Variant(None, "default"))])
-    return "no difference" if tuner.winner == "eager" else "faster"
+        seconds = simulated.step_seconds(compiled=variant is candidate)
+        is_sample = (sum(number.values()) - 1) % (4 + 10) >= 2 + WARMUP_STEPS
+        span = SimpleNamespace(milliseconds=lambda ms=1000 * seconds: ms)
+        tuning.done(Step(variant=variant, workload=WORKLOAD, span=span, is_sample=is_sample))
+    return "no difference" if tuning.winner.candidate == "eager" else "faster"
 
 
 def simulation(runs: int) -> Iterator[Row]:

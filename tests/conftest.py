@@ -167,10 +167,10 @@ def background_ms(monkeypatch):
 
     Runs are never too short to compile.
     """
-    from compile_callbacks.session import background_policy
+    from compile_callbacks.session import phase_run
     from tests.support.step_times import Times
 
-    monkeypatch.setattr(background_policy, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(phase_run, "LEAST_SECONDS", 0.0)
     ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
     Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
     return ms

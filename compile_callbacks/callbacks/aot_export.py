@@ -25,8 +25,8 @@ from compile_callbacks._utils.messages import check_choice, check_type, describe
 from compile_callbacks.config.inductor_config import Mode, as_compiling_config
 from compile_callbacks.exporting.loaded_package import ExportError
 from compile_callbacks.exporting.package import ExportedCall, VerifyPackage, check_path, check_writable, evaluating
+from compile_callbacks.profiling.clock import call_times_ms
 from compile_callbacks.profiling.comparison import median_ms
-from compile_callbacks.profiling.spans import call_times_ms
 from compile_callbacks.report.loggers import log_export, print_line
 from compile_callbacks.report.report import ExportReport
 

@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from compile_callbacks._utils.errors import CompileError, warn_user, with_code
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.callbacks.trainer_progress import is_stopping
-from compile_callbacks.profiling.steps import Stage
 from compile_callbacks.report import loggers
 from compile_callbacks.report.loggers import print_line
 from compile_callbacks.report.render import print_report
 from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
+from compile_callbacks.session.phase_run import Stage
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.targets.resolve import resolve_targets

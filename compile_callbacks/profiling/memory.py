@@ -7,13 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from compile_callbacks._utils.phases import Phase
-
 _MEASURED_STEPS = 5
 """Number of measured steps of each variant, including the recording of a CUDA graph. The number is small, because
 reading the allocator's statistics in each step would take too long."""
-
-_Key = tuple[Phase, str | None]  # the phase, and the name of the variant
 
 
 class Peak(NamedTuple):
@@ -24,7 +20,7 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """Measures the first undisturbed steps of each phase, eager and compiled.
+    """Measures the first undisturbed steps of each variant of a phase.
 
     The peak is the memory of the CUDA allocator on the current device, including weights and optimizer state. The peak
     of a step is known only if the step raises the peak of the process. This class does not reset the process's peak,
@@ -33,30 +29,29 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[_Key, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
-        self._measured: Counter[_Key] = Counter()
-        self._running: tuple[_Key, int] | None = None
+        self._peaks: dict[str | None, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
+        self._measured: Counter[str | None] = Counter()
+        self._running: tuple[str | None, int] | None = None
 
-    def start(self, phase: Phase, variant: str | None) -> None:
+    def start(self, variant: str | None) -> None:
         """Start a step on a GPU."""
-        key = phase, variant
-        measured = self._measured[key] < _MEASURED_STEPS
-        self._running = (key, torch.cuda.max_memory_allocated()) if measured else None
+        measured = self._measured[variant] < _MEASURED_STEPS
+        self._running = (variant, torch.cuda.max_memory_allocated()) if measured else None
 
     def stop(self, *, traced: bool) -> None:
         """End the step."""
         running, self._running = self._running, None
         if running is None or traced:
             return
-        key, before = running
+        variant, before = running
         after = torch.cuda.max_memory_allocated()
         if after < before:  # because the user's code reset the peak in this step
             return
-        self._measured[key] += 1
-        self._peaks[key] = max(self._peaks.get(key, (False, 0)), (after > before, after))
+        self._measured[variant] += 1
+        self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > before, after))
 
-    def peak(self, phase: Phase, variant: str | None = None) -> Peak:
+    def peak(self, variant: str | None = None) -> Peak:
         """Return the highest peak of the measured steps."""
-        raised, peak_bytes = self._peaks.get((phase, variant), (False, 0))
+        raised, peak_bytes = self._peaks.get(variant, (False, 0))
         mib = peak_bytes / 2**20 or None
         return Peak(mib=mib) if raised else Peak(at_most_mib=mib)

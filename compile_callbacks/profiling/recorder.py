@@ -111,7 +111,7 @@ class CompileRecorder:
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
         self.import_seconds = 0.0
         """The time that the import of the compiler took, which belongs to the phase that compiles first."""
-        self._progress = progress or CompileProgress()
+        self.progress = progress or CompileProgress()
         self._keys: dict[str, CompileKey] = {}  # by torch's compile id
         self._recompiles_unless_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._listening = False
@@ -202,7 +202,7 @@ class CompileRecorder:
                 self._recompiles_unless_cached[args.compile_id] = explained
             else:
                 self.record("recompile", key, **explained._asdict())
-        self._progress.compile_begins(key)
+        self.progress.compile_begins(key)
 
     def compile_ends(self, args: Any) -> None:
         """Record the compile. torch calls this method when a compile ends."""
@@ -213,7 +213,7 @@ class CompileRecorder:
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
         if key is None:
             return
-        self._progress.compile_ends()
+        self.progress.compile_ends()
         seconds = clock.now() - started
         self.record(
             "compile",
@@ -242,7 +242,7 @@ class CompileRecorder:
         )
         self.events.append(event)
         if show:
-            self._progress.show(event)
+            self.progress.show(event)
 
     def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
         """Return the events of one phase and kind."""

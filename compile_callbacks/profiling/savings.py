@@ -9,11 +9,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import WAITING_VARIANT
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
-from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
-from compile_callbacks.profiling.steps import Workload
+from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes, Workload
 
 
 class Savings(NamedTuple):
@@ -23,28 +21,28 @@ class Savings(NamedTuple):
     break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
 
 
-def savings(timer: StepTimer, phase: Phase, variant: str | None = None, other_seconds: float = 0.0) -> Savings | None:
+def savings(of_phase: PhaseTimes, variant: str | None = None, other_seconds: float = 0.0) -> Savings | None:
     """Return the time that compiled steps saved, or ``None`` if there is no factor between eager and compiled steps.
 
-    Each compiled step saves the same share of its time: the share by which the medians of `StepTimer.times` differ. So
+    Each compiled step saves the same share of its time: the share by which the medians of `PhaseTimes.times` differ. So
     the speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
     in which torch compiled count. The break-even is about steps of ``variant``. The time that steps of other candidates
     of a `Tune` lost is a cost, like ``other_seconds``.
     """
-    reported = timer.times(phase, variant)
+    reported = of_phase.times(variant)
     if len(reported.eager_ms) < MIN_SAMPLES or (reported.windows and _saved_share(reported) is None):
         return None
-    eager_ms = _typical_ms({workload: (ms,) for workload, ms in timer.baseline(phase).items()})
+    eager_ms = _typical_ms({workload: (ms,) for workload, ms in of_phase.baseline().items()})
     cost_ms, saved_ms, count = other_seconds * 1000, 0.0, 0
-    for key, steps, ms in timer.totals(phase):
-        if key.kind == "compiling":
+    for key, steps, ms in of_phase.totals():
+        if key.compiling:
             cost_ms += ms - steps * eager_ms.get(key.stage, 0.0)
         elif key.variant == WAITING_VARIANT.name:
-            waiting_ms = _typical_ms(timer.windows(phase, key.variant, key.kind))
+            waiting_ms = _typical_ms(of_phase.windows(key.variant, key.kind))
             cost_ms += steps * (waiting_ms.get(key.stage, 0.0) - eager_ms.get(key.stage, 0.0)) if waiting_ms else 0.0
         elif key.kind != "eager" and key.stage in eager_ms:
-            compiled_ms = _typical_ms(timer.windows(phase, key.variant, key.kind)).get(key.stage, 0.0)
-            share = _saved_share(timer.times(phase, key.variant)) or 0.0
+            compiled_ms = _typical_ms(of_phase.windows(key.variant, key.kind)).get(key.stage, 0.0)
+            share = _saved_share(of_phase.times(key.variant)) or 0.0
             if key.variant == variant:
                 saved_ms, count = saved_ms + steps * compiled_ms * share, count + steps
             else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compile_callbacks.profiling.memory import PeakMemory
     from compile_callbacks.profiling.recorder import CompileRecorder
     from compile_callbacks.profiling.savings import Savings
-    from compile_callbacks.profiling.step_timer import StepTimer, StepTimes
+    from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes
     from compile_callbacks.tuning.tune import PhaseConfig
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class PhaseFacts:
     settings: PhaseConfig
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
-    timer: StepTimer
+    timer: PhaseTimes
     memory: PeakMemory
     trials: tuple[dict[str, Any], ...]
     waits: bool  # whether the helper process still compiles a graph
@@ -59,12 +59,12 @@ class PhaseFacts:
     @functools.cached_property
     def times(self) -> StepTimes:
         """The step times of the workload with the most samples."""
-        return self.timer.times(self.phase, self.candidate)
+        return self.timer.times(self.candidate)
 
     @functools.cached_property
     def steps(self) -> Counter[Any]:
         """The number of steps by kind."""
-        return self.timer.steps(self.phase, self.candidate)
+        return self.timer.steps(self.candidate)
 
     @functools.cached_property
     def savings(self) -> Savings | None:
@@ -77,7 +77,7 @@ class PhaseFacts:
             return None
         outside_steps = self.recorder.import_seconds if compiles[0] is ours[0] else 0.0
         outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
-        return savings(self.timer, self.phase, self.candidate, outside_steps)
+        return savings(self.timer, self.candidate, outside_steps)
 
 
 def chosen_candidate(trials: Sequence[Mapping[str, Any]]) -> str | None:

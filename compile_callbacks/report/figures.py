@@ -82,12 +82,12 @@ class PhaseDiagnostics(Figures):
     def eager_peak_memory_mib(self) -> float | None:
         """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
         peak of the process, the row shows the peak of the process."""
-        return self.facts.memory.peak(self.facts.phase, EAGER).mib
+        return self.facts.memory.peak(EAGER).mib
 
     @figure()
     def eager_peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if eager steps did not raise the peak of the process."""
-        return self.facts.memory.peak(self.facts.phase, EAGER).at_most_mib
+        return self.facts.memory.peak(EAGER).at_most_mib
 
     @figure(
         "speed",
@@ -97,12 +97,12 @@ class PhaseDiagnostics(Figures):
     )
     def peak_memory_mib(self) -> float | None:
         """Peak GPU memory of a compiled step, in MiB."""
-        return self.facts.memory.peak(self.facts.phase, self.facts.candidate).mib
+        return self.facts.memory.peak(self.facts.candidate).mib
 
     @figure()
     def peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if compiled steps did not raise the peak of the process."""
-        return self.facts.memory.peak(self.facts.phase, self.facts.candidate).at_most_mib
+        return self.facts.memory.peak(self.facts.candidate).at_most_mib
 
     @figure()
     def load_seconds(self) -> float | None:
@@ -113,13 +113,13 @@ class PhaseDiagnostics(Figures):
     @figure("compile", COUNT, row="steps meanwhile", default=0)
     def waiting_steps(self) -> int:
         """Number of steps that ran eagerly while the helper process compiled."""
-        return self.facts.timer.steps(self.facts.phase, WAITING).total()
+        return self.facts.timer.steps(WAITING).total()
 
     @figure("speed", "{:.2f}", row="step meanwhile ms")
     def waiting_step_ms(self) -> float | None:
         """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains
         the difference from `eager_step_ms`."""
-        of_workloads = self.facts.timer.windows(self.facts.phase, WAITING, "eager").items()
+        of_workloads = self.facts.timer.windows(WAITING, "eager").items()
         ours = [windows for workload, windows in of_workloads if workload == self.facts.times.workload]
         return median_ms([ms for windows in ours for window in windows for ms in window])
 
@@ -177,7 +177,7 @@ class PhaseDiagnostics(Figures):
         """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
         `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
         windows of ten steps, spread evenly over the run."""
-        return self.facts.timer.series(self.facts.phase)
+        return self.facts.timer.series()
 
     @figure(default=())
     def restored(self) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ class GradModeSession(Session):
         self.begin()
         if found_from_module:
             self._switch.set_session(self)
-        variants = {phase: self._policies.chosen(phase) for phase in PHASES}
+        variants = {phase: run.chosen for phase, run in self._phases.items()}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
 
     def compile_new_inputs(self, *, after: float) -> None:

@@ -16,36 +16,38 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce, with_code
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.cache.folder import CompileCache, ModelRecord, model_fingerprint
+from compile_callbacks.cache.folder import CompileCache, ModelRecord, conditions, model_fingerprint
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
-from compile_callbacks.config.inductor_config import Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.steps import Stage, Step, StepKind
+from compile_callbacks.profiling.step_times import Step, StepKind
 from compile_callbacks.report.declaration import PhaseFacts
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
-from compile_callbacks.session.background_policy import BackgroundPolicy
-from compile_callbacks.session.measurements import Measurements
-from compile_callbacks.session.policies import Policies, StepPolicy
+from compile_callbacks.session.phase_run import PhaseRun, Stage
 from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.repeated import group_targets
 from compile_callbacks.targets.target import Target
+from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.ranks import Ranks
+from compile_callbacks.tuning.tune import Tune
+from compile_callbacks.tuning.tuning import Conditions
 
 
 class Session:
     """Compiles the targets of one module, and measures both phases over any number of Trainer runs.
 
-    For each step, the session asks a `StepPolicy` which variant the step runs, and tells the policy how long it took.
+    For each step, the `PhaseRun` of the stage tells which variant the step runs, and gets to know how long it took.
     """
 
     def __init__(
@@ -59,8 +61,7 @@ class Session:
     ) -> None:
         self.module = module
         self._arguments = arguments
-        finds_targets = resolve is not None and arguments.targets is None
-        self._finds_targets = finds_targets and arguments.compiles
+        self._finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
         self._ranks = Ranks()
         warn = WarnOnce()
         self._requests = RequestQueue() if arguments.background and arguments.compiles else None
@@ -68,13 +69,9 @@ class Session:
         folder = settings.cache_dir if arguments.compiles else None
         self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
         self._model_record: ModelRecord | None = None
-        self._progress = CompileProgress(print_line)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(progress=self._progress, mode_arguments=arguments.mode_arguments)
+        self._recorder = CompileRecorder(progress=CompileProgress(print_line), mode_arguments=arguments.mode_arguments)
         self._observed = CallRecords()
-        self._measurements = Measurements(module)
-        background = self._background_policy if self._requests is not None else None
-        self._policies = Policies(arguments, self._recorder, self._ranks, print_line, background, self._requests)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
@@ -83,6 +80,20 @@ class Session:
             warn=warn,
             observed=self._observed,
         )
+        self._phases = {
+            phase: PhaseRun(
+                phase,
+                config,
+                module=module,
+                recorder=self._recorder,
+                requests=self._requests,
+                ranks=self._ranks,
+                baseline_steps=arguments.baseline_steps,
+                record=functools.partial(self._record, phase),
+                print_line=print_line,
+            )
+            for phase, config in arguments.configs.items()
+        }
         self._search = TargetSearch(
             module,
             self._switch,
@@ -92,7 +103,7 @@ class Session:
             uncompiled=arguments.uncompiled,
         )
         self._warnings = SessionWarnings(
-            warn, self._switch, self._recorder, self._measurements.timer, finds_targets=finds_targets
+            warn, self._switch, self._recorder, self._phases, finds_targets=self._finds_targets
         )
         self._helper = None if self._requests is None else Helper(self._requests, self._warnings.helper_failed)
         self.gpu = StepsOnGpu(module)
@@ -102,10 +113,7 @@ class Session:
         """The running stage."""
         self._stage_is_new = True  # whether no step of the stage has begun
         self._step: Step | None = None  # the running step, if it is measured
-        self._policy: StepPolicy = self._policies.policy_of(self.stage)
-        self._wanted = False  # whether the policy wants the running step to be timed
         self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
-        self._remaining_variants: dict[Phase, object] = {}  # the variants whose compiled code is not freed
         self._validation = contextlib.ExitStack()  # restores the argument validation of torch.distributions
 
     # ------------------------------------------------------------------------------------------ a Trainer run
@@ -134,10 +142,11 @@ class Session:
         self._recorder.stopping = stopping
         device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
-        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=bool(self._policies.comparing))
-        self._measurements.begin(device, precision)
-        for phase in PHASES:
-            config, warns = self._policies.chosen(phase).config, self._ranks.is_global_zero
+        tunes = any(isinstance(run.settings, Tune) for run in self._phases.values())
+        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=tunes)
+        for phase, run in self._phases.items():
+            run.device, run.precision, run.is_freed = device, precision, False
+            config, warns = run.chosen.config, self._ranks.is_global_zero
             self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
         if self._requests is not None:
             self._requests.in_run, self._requests.failure = True, None
@@ -147,25 +156,47 @@ class Session:
             self._warnings.check_disabled()
             self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
             self._recorder.import_seconds += _torch.inductor.import_inductor()
-        model = model_fingerprint(self.module) if self._cache is not None or self._policies.comparing else ""
+        model = model_fingerprint(self.module) if self._cache is not None or tunes else ""
         if self._cache is not None:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
             known = self._model_record.load()
             self._observed.restore(known["shapes"])
-            self._progress.restore(known["compile_seconds"])
+            self._recorder.progress.restore(known["compile_seconds"])
         self._recorder.listen()
         self._switch.install()
-        targets = self._arguments.targets or ()
-        self._policies.begin(device, model, targets, precision, self._model_record, sharded=sharded)
+        for run in self._phases.values():
+            if isinstance(run.settings, Tune):
+                run.policy.begin(self._conditions(run, run.settings, model, sharded=sharded))
         self._free_unused()
+
+    def _conditions(self, run: PhaseRun, tune: Tune, model: str, *, sharded: bool) -> Conditions:
+        known = conditions(
+            model=model,
+            targets=self._arguments.targets or (),
+            passes=self._arguments.target_settings.passes,
+            precision=run.precision,
+            device=run.device,
+            ranks=self._ranks.size,
+        )
+        on_gpu = run.device.type == "cuda"
+        not_on_gpu = None if on_gpu else "the module is not on a GPU"
+        candidates = functools.partial(
+            candidates_of,
+            tune,
+            run.phase,
+            run.device,
+            no_freezing=WEIGHTS_ARE_SHARDED if sharded else None,
+            no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else not_on_gpu,
+        )
+        return Conditions(known, self._model_record, on_gpu, candidates)
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         cache = self._cache if self._cache is not None and self._cache.active else None
-        chosen = {phase: self._policies.chosen(phase) for phase in PHASES}
+        chosen = {phase: run.chosen for phase, run in self._phases.items()}
         actions = (
             self._search.remove,
             *(() if keep_compiled else (self._validation.close,)),  # because guards of compiled code check it
@@ -192,7 +223,7 @@ class Session:
         """Plan for the remaining steps of each phase, which are ``math.inf`` if unknown."""
         of_ranks = self._ranks.gather(dict(steps))
         for phase in steps:
-            self._policies.plan(phase, min(of_rank[phase] for of_rank in of_ranks))
+            self._phases[phase].policy.plan(min(of_rank[phase] for of_rank in of_ranks))
 
     def stage_begins(self, stage: Stage) -> None:
         """Begin or continue a stage. A running step is not measured."""
@@ -200,8 +231,8 @@ class Session:
         self.stage, self._stage_is_new, self._step, self._counted = stage, True, None, None
         if self._helper is not None and not stage.eager and stage.phase not in self._arguments.uncompiled:
             self._helper.start(trains_on_cpu=device_of(self.module).type == "cpu", ranks=self._ranks.size)
-        self._policy = self._policies.policy_of(stage)
-        self._switch.select(stage.phase, self._policy.next()[0], weights_frozen=stage.weights_frozen)
+        variant = EAGER_VARIANT if stage.eager else self._phases[stage.phase].policy.next()[0]
+        self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
         """Begin a step, and select its variant. Return whether the step is timed.
@@ -210,44 +241,44 @@ class Session:
         """
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
-        counted, recorder, timer = self._counted, self._recorder, self._measurements.timer
-        if counted is not None and not first and timer.untimed_left and recorder.compiles_seen == counted.compiles_seen:
-            timer.untimed_left -= 1
-            counted.number += 1
+        stage, counted, recorder = self.stage, self._counted, self._recorder
+        run = self._phases[stage.phase]
+        record = run.times.last
+        if counted is not None and not first and record.untimed_left and recorder.compiles_seen == counted.seen[0]:
+            record.untimed_left -= 1
             counted.began = clock.seconds()
-            counted.graphs = recorder.executions.graphs
-            self._step, recorder.step, self._search.in_step = counted, counted.number, True
+            counted.graphs_before = recorder.executions.graphs
+            self._step, recorder.step, self._search.in_step = counted, run.times.number + 1, True
             if self.gpu.on_gpu:
-                self.gpu.step_begins(self.stage.phase, counted.variant)
+                self.gpu.step_begins(stage.phase, counted.variant)
             return False
-        stage, ran, self._counted = self.stage, recorder.executions, None
+        ran, self._counted = recorder.executions, None
         ran.mixed = False
         if first:
             self._switch.invalidate_weights(new_stage=self._stage_is_new)
-        self._policy = self._policies.policy_of(stage)
-        variant, self._wanted = self._policy.next()
+        variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
-        if stage.phase in self._policies.comparing:
-            self._free_unused()  # not when the last step ends, because its outputs still need their compiled code
+        if not run.is_freed:  # not when the last step ends, because its outputs still need their compiled code
+            self._free_unused()
         looks_up, self._stage_is_new = first or self._stage_is_new, False
         self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
             self.gpu.step_begins(stage.phase, variant)
+        self._step = None
         if stage.eager:
-            self._step = None
             return False
         self._step = step = Step(
             variant=variant,
             first=first,
-            began=clock.now(),
-            compiles_seen=recorder.compiles_seen,
-            traces_seen=recorder.traces_seen,
-            graphs=ran.graphs,
+            wanted=wanted,
+            began=clock.seconds(),
+            seen=(recorder.compiles_seen, recorder.traces_seen),
+            graphs_before=ran.graphs,
         )
-        recorder.step = timer.next_step(stage.phase)
+        recorder.step = run.times.number + 1
         if self._helper is not None:
             self._helper.poll()
-        self._measurements.step_begins(step, stage.phase, wanted=self._wanted)
+        run.begin_step(step)
         return step.span is not None
 
     def after_backward(self) -> None:
@@ -259,53 +290,48 @@ class Session:
     def step_ends(self, loader: str, batch: Any, accumulated: str = "") -> None:
         """End a step, and give its time to the policy."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
-        number, recorder.step, search.in_step = recorder.step, None, False
+        recorder.step, search.in_step = None, False
         if search.called:
             search.step_ends()
         if self.gpu.on_gpu:
             self.gpu.step_ends()
         if step is None:
             return
-        ran = recorder.executions
-        kind: StepKind = "eager" if ran.graphs == step.graphs else "compiled"
-        if step is self._counted and kind == step.kind and recorder.compiles_seen == step.compiles_seen:
-            self._measurements.timer.passed += 1
+        ran, run = recorder.executions, self._phases[stage.phase]
+        kind: StepKind = "eager" if ran.graphs == step.graphs_before else "compiled"
+        if step is self._counted and kind == step.kind and recorder.compiles_seen == step.seen[0]:
+            run.times.number += 1
+            run.times.last.steps += 1
             return
         step.kind, step.mixed = kind, ran.mixed
-        if recorder.compiles_seen != step.compiles_seen:
+        if recorder.compiles_seen != step.seen[0]:
             recorder.collect()
-            step.compiling, step.traced = True, recorder.traces_seen != step.traces_seen
+            step.compiling = True
         if self.gpu.on_gpu:
             self.gpu.free_cached(stage.phase, compiled=step.variant.config is not None)
-        compares = stage.phase in self._policies.comparing
-        self._measurements.step_ends(step, stage, loader, batch, accumulated, compares=compares)
-        self._policy.done(step)
+        run.end_step(step, stage, loader, batch, accumulated)
         waits = self._requests is not None and self._requests.active
-        if not (self._wanted or waits or step.compiling):
-            self._counted = Step(
-                variant=step.variant,
-                compiles_seen=recorder.compiles_seen,
-                traces_seen=recorder.traces_seen,
-                number=number or 0,
-                kind=kind,
-            )
+        if not (step.wanted or waits or step.compiling):
+            seen = recorder.compiles_seen, recorder.traces_seen
+            self._counted = Step(variant=step.variant, seen=seen, kind=kind)
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize decisions with other ranks, and issue warnings."""
-        self._policies.stage_ends(phase)
+        self._phases[phase].policy.stage_ends()
+        self._phases[phase].is_freed = False
         self._free_unused()
-        self._progress.stage_ends(phase)
+        self._recorder.progress.stage_ends(phase)
         self.check(phase)
 
     def check(self, phase: Phase) -> None:
         """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
-        self._warnings.check_stage(phase, self._policies.chosen(phase))
+        self._warnings.check_stage(self._phases[phase])
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
-        for phase in PHASES:
-            self._warnings.check_step_times(phase, self._policies.chosen(phase))
-        if self._measurements.timer.next_step("train") > 1:
+        for run in self._phases.values():
+            self._warnings.check_step_times(run)
+        if self._phases["train"].times.number:
             self._warnings.check_targets()
 
     # ------------------------------------------------------------------------------------------ results
@@ -317,20 +343,20 @@ class Session:
         because `CompileReport.scalars` needs few of them during a stage.
         """
         self._recorder.collect()
-        if details:
-            self._measurements.timer.synchronize()
+        for run in self._phases.values() if details else ():
+            run.times.synchronize()
         facts = [
             PhaseFacts(
                 phase=phase,
-                settings=settings,
+                settings=run.settings,
                 target_labels={target.name: target.label for target in self._reported_targets(phase)},
                 recorder=self._recorder,
-                timer=self._measurements.timer,
-                memory=self._measurements.memory,
+                timer=run.times,
+                memory=run.memory,
                 waits=self._requests is not None and self._requests.waits(phase, None),
-                trials=tuple(trial.to_dict() for trial in self._policies.trials(phase)),
+                trials=tuple(trial.to_dict() for trial in run.policy.reported),
             )
-            for phase, settings in self._arguments.configs.items()
+            for phase, run in self._phases.items()
         ]
         report = CompileReport.of(*facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
@@ -339,23 +365,16 @@ class Session:
 
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
-        for phase in PHASES:
-            names, on_trial = variants = self._policies.remaining_variants(phase)
-            if variants != self._remaining_variants.get(phase):
+        for phase, run in self._phases.items():
+            if not run.is_freed:
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                self._remaining_variants[phase] = variants
-                self._switch.free_other_variants(phase, names, on_trial=on_trial)
+                self._switch.free_other_variants(phase, run.policy.alive, on_trial=run.policy.chosen is None)
+                run.is_freed = True
 
-    def _background_policy(self, phase: Phase, variant: Variant) -> BackgroundPolicy:
-        def record(kind: str, reason: str) -> None:
-            names = ", ".join(target.name for target in self._switch.targets) or "the module"
-            self._recorder.record(kind, CompileKey(names, phase), reason=reason)
-
-        assert self._requests is not None
-        known_seconds = functools.partial(self._progress.known_seconds, phase)
-        timer, ranks = self._measurements.timer, self._ranks
-        return BackgroundPolicy(phase, variant, self._requests, timer, record, known_seconds, ranks)
+    def _record(self, phase: Phase, kind: str, reason: str) -> None:
+        names = ", ".join(target.name for target in self._switch.targets) or "the module"
+        self._recorder.record(kind, CompileKey(names, phase), reason=reason)
 
     def _reported_targets(self, phase: Phase) -> Sequence[Target]:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
@@ -366,5 +385,5 @@ class Session:
         if self._model_record is not None:
             for phase, varying in self._observed.state().items():
                 self._model_record.update("shapes", phase, varying)
-            for phase, seconds in self._progress.state().items():
+            for phase, seconds in self._recorder.progress.state().items():
                 self._model_record.update("compile_seconds", phase, seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -11,12 +11,12 @@ from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.config.inductor_config import InductorConfig, Variant
+from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.session.phase_run import PhaseRun
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 
 MAX_UNWARNED_RATIO = 0.95
@@ -40,14 +40,14 @@ class SessionWarnings:
         warn: WarnOnce,
         switch: PhaseSwitch,
         recorder: CompileRecorder,
-        timer: StepTimer,
+        phases: Mapping[Phase, PhaseRun],
         *,
         finds_targets: bool = False,
     ) -> None:
         self._warn = warn
         self._switch = switch
         self._recorder = recorder
-        self._timer = timer
+        self._phases = phases
         self._finds_targets = finds_targets
         self._without_effect: dict[Phase, list[tuple[EventKind, str, str]]] = {}  # the warning, and the event's reason
 
@@ -97,18 +97,19 @@ class SessionWarnings:
         )
         self._warn.warn("CC308", message)
 
-    def check_stage(self, phase: Phase, variant: Variant) -> None:
+    def check_stage(self, run: PhaseRun) -> None:
         """Warn about targets that ran uncompiled in a stage, and about slow steps.
 
         Before a `Tune` has chosen a candidate, the variant is eager, so there is nothing to warn about.
         """
+        phase, variant = run.phase, run.chosen
         self._recorder.collect()
         for event in self._recorder.events_of(phase, "fallback"):
             if event.code == "CC103" and event.candidate == variant.name:
                 self._warn_of_limit(event)
         # Without a target that torch can compile, each named target gets its own warning.
         called = self._switch.called_targets(phase) or not (self._switch.targets or self._finds_targets)
-        if variant.config is not None and not called and self._timer.steps(phase, variant.name):
+        if variant.config is not None and not called and run.times.steps(variant.name):
             names = ", ".join(repr(target.name) for target in self._switch.targets) or "none was found"
             message = (
                 f"nothing is compiled in the {phase} phase, because its steps call none of the targets ({names}). "
@@ -126,7 +127,7 @@ class SessionWarnings:
                 freezes = variant.name is None and variant.config is not None and variant.config.freezes
                 if freezes and not key.frozen:  # no warning, because `validate` may freeze it later
                     self._record_once("freezing", key, "freezing has no effect while weights may change, as during fit")
-        self.check_step_times(phase, variant)
+        self.check_step_times(run)
 
     def check_targets(self) -> None:
         """Warn about each named target that no phase called. `Session` calls this method after a fit."""
@@ -138,9 +139,10 @@ class SessionWarnings:
                 message = f"target {target.name!r} was never called, so it is not compiled. {_NAME_OTHERS}"
                 self._warn.warn("CC102", message, about=target.name)
 
-    def check_step_times(self, phase: Phase, variant: Variant) -> None:
+    def check_step_times(self, run: PhaseRun) -> None:
         """Warn if the compiled steps are slower than eager steps, by the rule of the report's verdict and by 5%."""
-        times = self._timer.times(phase, variant.name)
+        phase, variant = run.phase, run.chosen
+        times = run.times.times(variant.name)
         comparison = times.comparison
         if comparison is None or comparison.outcome != "slower" or comparison.ratio > MAX_UNWARNED_RATIO:
             return

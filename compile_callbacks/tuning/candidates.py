@@ -1,16 +1,78 @@
-"""Lists the candidates of a `Tune` for a `TuningPolicy`, and excludes candidates that cannot have an effect."""
+"""`Trial`: a candidate of a `Contest` and its blocks of steps. `candidates_of` lists the candidates of a `Tune`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.config.dynamo_settings import SWITCHES
 from compile_callbacks.config.inductor_config import InductorConfig, Variant
-from compile_callbacks.tuning.trial import Trial
+from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.tuning.tune import Tune
+
+Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
+"""The result of a candidate. ``"not faster"``: not faster than eager by 1% and by more than noise.
+``"not compared"``: too few steps can be compared. ``"not tried"``: never compiled.
+"""
+
+
+class CompileFacts(NamedTuple):
+    """What the compile events of a candidate show so far."""
+
+    seconds: float = 0.0  # the compile time
+    problem: tuple[Verdict, str] | None = None  # the reason why the candidate cannot win
+    healing: tuple[str, ...] = ()  # the settings of Dynamo that may remove some of its graph breaks
+
+
+@dataclass
+class Trial:
+    """The result of one candidate."""
+
+    variant: Variant
+    verdict: Verdict = "undecided"
+    reason: str | None = None  # the reason for the verdict, if the numbers do not show it
+    blocks: list[list[float]] = field(default_factory=list)  # the step times of each block, in milliseconds
+    facts: CompileFacts | None = None
+    rounds: int = 0  # of the final of a `Tune`: a block of the candidate and a block of eager
+
+    @property
+    def candidate(self) -> str:
+        """The settings in one line, or ``"eager"``."""
+        return str(self.variant.name)
+
+    @property
+    def samples(self) -> list[float]:
+        """The compared step times, in milliseconds."""
+        return list(itertools.chain(*self.blocks))
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median of the compared step times, or ``None`` without a sample."""
+        return median_ms(self.samples)
+
+    def decide(self, verdict: Verdict, reason: str | None = None) -> None:
+        """Set the result."""
+        self.verdict, self.reason = verdict, reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trial as JSON-ready data, with the median and the 95th percentile of the compared step times."""
+        samples = self.samples
+        twentieths = statistics.quantiles(samples, n=20, method="inclusive") if len(samples) > 1 else samples * 20
+        return {
+            "candidate": self.candidate,
+            "verdict": self.verdict,
+            "median_ms": self.median_ms,
+            "p95_ms": twentieths[18] if twentieths else None,
+            "samples": len(samples),
+            "compile_seconds": None if self.facts is None or self.variant.config is None else self.facts.seconds,
+            "reason": self.reason,
+        }
 
 
 def candidates_of(
@@ -21,11 +83,11 @@ def candidates_of(
     no_freezing: str | None,
     no_cudagraphs: str | None,
     shapes_vary: bool,
-    healing: Sequence[str] = (),
+    winner: str | None = None,
 ) -> Iterator[Trial]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
 
-    ``healing`` are settings of Dynamo that an earlier run, or another rank, added to the first candidate of ``"auto"``.
+    ``winner`` won in an earlier run, or on another rank. If ``"auto"`` added settings of Dynamo to it, it is listed.
 
     ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs.
     """
@@ -42,8 +104,15 @@ def candidates_of(
         elif config.freezes and phase == "infer" and no_freezing:
             trial.decide("not tried", f"it asks for freezing, but {no_freezing}")
         yield trial
-        if healing and not tune.configs and len(names) == 1:
-            yield trial.healed(healing)
+        if len(names) == 1 and not tune.configs and (healing := [name for name in SWITCHES if name in (winner or "")]):
+            yield healed(trial, healing)
+
+
+def healed(trial: Trial, settings: Iterable[str]) -> Trial:
+    """Return a candidate with the same settings, and with these settings of Dynamo, which remove graph breaks."""
+    assert trial.variant.config is not None
+    config = replace(trial.variant.config, dynamo=dict.fromkeys(settings, True))
+    return Trial(Variant(config, config.describe(), healed=True))
 
 
 def auto_candidates(

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import get_manager
 
 from compile_callbacks import CompileWarning, InductorCompile
-from compile_callbacks.profiling.step_timer import WARMUP_STEPS
+from compile_callbacks.profiling.step_times import WARMUP_STEPS
 from tests.support.models import CLASSES, FEATURES, Classifier, Cosines, loader, seeded, trainer
 
 pytestmark = pytest.mark.gpu

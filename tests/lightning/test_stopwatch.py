@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile, InductorConfig
 from compile_callbacks.config.inductor_config import Variant
-from compile_callbacks.profiling.step_timer import StepTimer
+from compile_callbacks.profiling.step_times import PhaseTimes
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from tests.support.models import Classifier, loader, trainer
 from tests.support.uncached import Uncached
@@ -91,8 +91,8 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is_recorded(on_gpu, loop, monkeypatch):
     calls = Counter()
-    stop = StepTimer.stop
-    monkeypatch.setattr(StepTimer, "stop", lambda *args: (calls.update(["stop"]), stop(*args)))
+    end = PhaseTimes.end
+    monkeypatch.setattr(PhaseTimes, "end", lambda *args: (calls.update(["end"]), end(*args)))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
     if on_gpu:
         monkeypatch.setattr(StepsOnGpu, "begin", lambda steps, device: setattr(steps, "on_gpu", True))
@@ -108,7 +108,7 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     assert series["compiling"] == [1, 401]
     assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
-    assert calls["stop"] < 600
+    assert calls["end"] < 600
     assert calls["mark"] == 0  # torch's counter also ends the steps of the user's own CUDA graphs
     StepsOnGpu(module).step_begins("infer", Variant(InductorConfig(mode="reduce-overhead")))
     assert calls["mark"] == 1

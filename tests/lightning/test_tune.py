@@ -163,7 +163,6 @@ def test_new_shapes_in_the_final_do_not_end_the_trial_of_a_healed_candidate():
     sizes = [4] * (4 * BLOCK + 5) + [5] * 200
     tuned = Tuned({"eager": 1000, A: 800, HEALED: 500}, "auto", sizes=sizes, steps=120, net=Breaking)
     assert tuned.mode == HEALED
-    assert tuned.trials[HEALED]["reason"] == "capture_scalar_outputs removed 1 of 1 graph breaks: 1.6x"
 
 
 @pytest.mark.parametrize("net", [Breaking, Looping])
@@ -205,7 +204,7 @@ def test_tuned_kernels_are_expected_to_be_little_faster_than_the_same_mode_witho
     ms = {name: noisy(ms, 0.001) for name, ms in zip(["eager", *names], [4800, 4000, 3000, 2800, 3800], strict=True)}
     tuned = Tuned(ms, "auto", steps=steps, gpu=True, seconds=dict.fromkeys(range(9), 36.0), folder=tmp_path)
     assert tuned.tried == names[:tried]
-    assert "its steps could take" in tuned.trials[names[-1]]["reason"]
+    assert "steps that remain could save" in tuned.trials[names[-1]]["reason"]
     assert (tuned.mode, tuned.is_kept) == (names[tried - 1], tried == 3)  # a longer run tries one more candidate
 
 
@@ -233,19 +232,10 @@ def freezes_a_weight(module, number):
         module.net.bias.requires_grad_(False)
 
 
-def resets(module, number):
-    if BLOCK <= number < 6 * BLOCK and number % 2 == 0:
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    ("mode", "before", "blocks"),
-    [(CUDA_GRAPHS, freezes_a_weight, 16), (A, freezes_a_weight, 4), (CUDA_GRAPHS, resets, 4)],
-)
-def test_a_candidate_without_comparable_steps_ends(mode, before, blocks, tmp_path):
-    tuned = Tuned({"eager": 15, mode: 5}, [mode], before=before, gpu=True, steps=250, folder=tmp_path)
-    assert (tuned.mode, tuned.blocks(mode), tuned.is_kept) == ("eager", blocks, False)
-    assert tuned.trials[mode]["reason"] == "only 0 steps can be compared"
+def test_a_candidate_without_comparable_steps_ends(tmp_path):
+    tuned = Tuned({"eager": 15, A: 5}, [A], before=freezes_a_weight, gpu=True, steps=250, folder=tmp_path)
+    assert (tuned.mode, tuned.blocks(A), tuned.is_kept) == ("eager", 10, False)
+    assert tuned.trials[A]["reason"] == "only 0 steps can be compared"
 
 
 @AT_ONCE
@@ -375,7 +365,7 @@ def test_next_run_takes_the_winner_from_the_cache(monkeypatch, tmp_path, caplog)
     assert again.speedup == pytest.approx(2)
     for other in (run(passes=[idle]), run(Tune([UNFUSED, "default"], steps=5))):  # other conditions
         assert (other.mode, "not tried" in verdicts(other).values()) == (UNFUSED.describe(), False)
-    record.write_text(record.read_text().replace(winner["config_key"], "unknown"))
+    record.write_text(record.read_text().replace(winner["candidate"], "unknown"))
     assert "not tried" not in verdicts(run()).values()
 
 

@@ -13,7 +13,7 @@ import torch._inductor.config
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
-from compile_callbacks.tuning.tuner import Tuner
+from compile_callbacks.tuning import rule
 from tests.models import loops, test_forecasting, texts, vision
 from tests.models.trial import BASELINE_STEPS, assert_trains_as_eager, run
 from tests.support.models import QUIET
@@ -59,7 +59,7 @@ def test_auto_makes_no_model_wrong_or_slower(trial, monkeypatch):
     The losses of the first two epochs are compared, because training amplifies rounding. Compiled code draws the random
     numbers of eager code, because samplers of detectors draw some.
     """
-    monkeypatch.setattr(Tuner, "_why_not_compiled", lambda self, candidate: None)
+    monkeypatch.setattr(rule, "why_not_compiled", lambda *args, **settings: ("", False))
     longer = {**trial.settings, "max_epochs": EPOCHS, "num_sanity_val_steps": 0}
     trial = dataclasses.replace(trial, settings=longer, after=None)
     eager, callback = run(trial), InductorCompile("auto", None)

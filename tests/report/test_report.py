@@ -98,7 +98,7 @@ def report_of_steps(*parts, **figures):
     steps = TimedSteps()
     for number, milliseconds, ran in parts:
         steps.run([milliseconds] * number, **{"compiled": True, **ran})
-    return report_of(diagnostics={"series": steps.timer.series("train")}, **figures)
+    return report_of(diagnostics={"series": steps.timer.series()}, **figures)
 
 
 def test_a_plot_shows_step_times_from_zero_and_the_verdict():

@@ -16,8 +16,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from compile_callbacks.config.inductor_config import Variant
-from compile_callbacks.profiling.step_timer import StepTimer
-from compile_callbacks.profiling.steps import Step, Workload
+from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
 
 CLOCK = "compile_callbacks.profiling.clock"
 """The only part of the library that tests replace."""
@@ -61,10 +60,10 @@ class Times:
 
 
 class TimedSteps:
-    """A `StepTimer` with steps of given times, for the tests of the report's series."""
+    """A `PhaseTimes` with steps of given times, for the tests of the report's series."""
 
     def __init__(self):
-        self.timer = StepTimer()
+        self.timer = PhaseTimes()
 
     def run(self, milliseconds, *, compiled, compiling=False, variant=None):
         """Run steps of these lengths in the train phase; return which of them are samples."""
@@ -73,7 +72,7 @@ class TimedSteps:
             step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
             step.workload = Workload("train")
             step.span = SimpleNamespace(stop=lambda **step: None, passed=lambda: True, milliseconds=lambda ms=ms: ms)
-            self.timer.stop("train", step, "train")
+            self.timer.end(step, "train")
             kept.append(step.is_sample)
         return kept
 

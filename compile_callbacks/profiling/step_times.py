@@ -1,0 +1,332 @@
+"""`PhaseTimes`: times the steps of a phase, and decides which step times are samples.
+
+A *sample* is the time of a step that may be compared with other samples.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks._utils.signatures import TensorSignature
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
+from compile_callbacks.profiling.clock import Span
+from compile_callbacks.profiling.comparison import Comparison, compare
+
+WARMUP_STEPS = 2
+"""The number of steps without a sample after a compile, and after a change between eager and compiled. In these steps,
+allocators and cuDNN warm up. torch warms up a CUDA graph in its first call, and records it in the second call."""
+
+WINDOW_STEPS = 10
+"""The number of steps in a window, as many as the eager baseline has by default."""
+
+MAX_WINDOWS = 32
+"""The number of windows after which a record drops every second window."""
+
+_MAX_SHAPES = 100_000  # the maximum number of hashes of shapes that have occurred
+_MAX_UNREAD = 64  # the number of unread CUDA events after which those that the GPU has passed are read
+
+StepKind = Literal["eager", "compiled"]
+"""The kind of a step. A step is compiled if a compiled graph of this library ran in it."""
+
+
+class Workload(NamedTuple):
+    """The conditions of a step. Two steps can be compared if their workloads are equal.
+
+    ``kind`` contains gradient accumulation, the structure and dtypes of the batch, and the set of trained weights.
+    """
+
+    stage: str  # the stage and the number of its dataloader
+    kind: str = ""
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step: the processing of one batch, from its start to its end. The last attributes are known at its end.
+
+    Attributes:
+        variant: The variant that the policy chose.
+        first: Whether the step is the first step of its stage or epoch.
+        wanted: Whether the policy wants the time of the step.
+        began: The time of the start, in seconds of `clock.now`.
+        seen: The recorder's numbers of compiles and of traces at the start.
+        graphs_before: The recorder's number of executed graphs at the start.
+        kind: Whether compiled graphs ran in the step.
+        mixed: Whether a call ran eagerly although its target has a compiled graph.
+        compiling: Whether torch compiled during the step.
+        span: The time of the step, or ``None`` if the step is not timed.
+        workload: The workload of a timed step.
+        is_sample: Whether the time of the step may be compared with other steps of the workload.
+    """
+
+    variant: Variant = EAGER_VARIANT
+    first: bool = False
+    wanted: bool = False
+    began: float = 0.0
+    seen: tuple[int, int] = (0, 0)
+    graphs_before: int = 0
+    kind: StepKind = "eager"
+    mixed: bool = False
+    compiling: bool = False
+    span: Span | None = None
+    workload: Workload | None = None
+    is_sample: bool = False
+
+
+@functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
+def workload_of(stage: str, conditions: str, batch_signature: Any) -> Workload:
+    """Return the workload of a step from the signature of its batch."""
+    shapes: list[tuple[int, ...]] = []
+    kind = _without_sizes(batch_signature, shapes)
+    return Workload(stage, f"{conditions}, {kind!r}" if conditions else repr(kind), tuple(shapes))
+
+
+def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
+    """Return a signature without sizes and repeated entries, and append the sizes to ``shapes``."""
+    if isinstance(batch_signature, TensorSignature):
+        shapes.append(batch_signature.shape)
+        return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
+    if not isinstance(batch_signature, tuple):
+        return batch_signature
+    without_sizes = [_without_sizes(entry, shapes) for entry in batch_signature]
+    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors, for example a list of strings
+        shapes.append((len(batch_signature),))
+    return tuple(dict.fromkeys(without_sizes))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Step times of equal workload, eager and compiled.
+
+    Attributes:
+        eager_ms: Eager samples, in milliseconds.
+        windows: Compiled samples, in milliseconds, in the windows in which they were measured.
+        workload: The workload, or ``None`` if there are no samples.
+    """
+
+    eager_ms: tuple[float, ...] = ()
+    windows: tuple[tuple[float, ...], ...] = ()
+    workload: Workload | None = None
+
+    @property
+    def compiled_ms(self) -> tuple[float, ...]:
+        """Compiled samples, in milliseconds."""
+        return tuple(ms for window in self.windows for ms in window)
+
+    @cached_property
+    def comparison(self) -> Comparison | None:
+        """The comparison of the eager steps with the compiled steps, or ``None`` for too few samples."""
+        return compare([self.eager_ms], self.windows)
+
+
+@dataclass(slots=True)
+class _Timed:
+    """A timed step. Its span is read after the GPU has passed it."""
+
+    number: int
+    workload: Workload | None  # None if the time is not a sample
+    span: Span
+    ms: float | None = None
+
+
+class StepKey(NamedTuple):
+    """What the steps of a record have in common."""
+
+    variant: str | None
+    kind: StepKind
+    compiling: bool  # whether torch compiled during the step
+    stage: str  # the stage and the number of its dataloader
+
+
+class _Record:
+    """The steps of one kind in one stage. The timed steps are in windows that are spread evenly over the run.
+
+    A window contains steps that run after each other, like the eager baseline. With `MAX_WINDOWS` windows, the record
+    drops every second window, and doubles the distance of further windows. This distance is odd, because with gradient
+    accumulation every second or fourth step differs from the others, and windows must not always begin with the same.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.ms = 0.0  # of the timed steps
+        self.windows: list[list[_Timed]] = [[]]
+        self.untimed_left = 0  # the number of the next steps that need no timing
+        self._distance = 1  # of the begins of two windows, in windows
+
+    def add(self, timed: _Timed) -> None:
+        """Add a timed step, unless it is between two windows."""
+        if self.untimed_left:  # a policy wanted the time
+            self.untimed_left -= 1
+            return
+        self.windows[-1].append(timed)
+        if len(self.windows[-1]) == WINDOW_STEPS:
+            self.untimed_left = (self._distance - 1) * WINDOW_STEPS + (self._distance > 1)
+            if len(self.windows) == MAX_WINDOWS:
+                self.windows = self.windows[::2]
+                self._distance *= 2
+            self.windows.append([])
+
+
+class PhaseTimes:
+    """Times the steps of a phase, and keeps the samples.
+
+    On a GPU, CUDA events measure the steps, and are read after the GPU has passed them, so that nothing synchronizes
+    training. The time of a step is not a sample if torch compiles during the step, or if the step is the first with new
+    shapes. The `WARMUP_STEPS` steps after a compile, and after a change between eager and compiled, give no sample
+    either, and neither does a step in which a call ran eagerly although its target has a compiled graph. Samples are
+    only compared with samples of equal workload.
+    """
+
+    def __init__(self, phase: Phase = "train") -> None:
+        self.number = 0
+        """The number of finished steps."""
+        self.last = _Record()
+        """The record of the last step. The next step is like it if nothing changes. Its ``untimed_left`` counts steps
+        that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs."""
+        self._phase = phase
+        self._records: defaultdict[StepKey, _Record] = defaultdict(_Record)
+        self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
+        self._since_compile: Counter[str | None] = Counter()  # steps of each variant
+        self._variant: str | None = EAGER  # of the last step
+        self._unread: deque[tuple[_Record, _Timed]] = deque()
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def begin(self, step: Step, device: torch.device) -> None:
+        """Begin a step."""
+        if step.wanted or not self.last.untimed_left:
+            step.span = Span(device)
+        else:
+            self.last.untimed_left -= 1
+
+    def end(self, step: Step, stage: str) -> None:
+        """End a step, and set whether its time is a sample."""
+        self.number += 1
+        record = self._records[StepKey(step.variant.name, step.kind, step.compiling, stage)]
+        record.steps += 1
+        is_warm = self._is_warm(step)
+        if not step.compiling:
+            self.last = record
+        elif step.span is None:
+            step.span = Span(start=step.began)
+        if step.span is None:
+            return
+        workload = None if step.compiling else step.workload
+        step.span.stop(phase=self._phase, candidate=step.variant.name, workload=workload)
+        # A step that ran eagerly although its variant compiles is a sample of neither, and nor is a mixed step.
+        is_of_kind = not step.mixed and (step.kind != "eager" or step.variant.config is None)
+        # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
+        is_known = workload is not None and self._is_known(step, workload.shapes)
+        step.is_sample = is_warm and is_known and is_of_kind
+        timed = _Timed(self.number, workload if step.is_sample else None, step.span)
+        record.add(timed)
+        self._unread.append((record, timed))
+        if len(self._unread) > _MAX_UNREAD:
+            self._read(wait=False)
+
+    def _is_warm(self, step: Step) -> bool:
+        """Count a step of a variant, and return whether it is no longer a warm-up step."""
+        since, variant = self._since_compile, step.variant.name
+        if variant != self._variant:
+            since[variant] = min(since[variant], WARMUP_STEPS - 1)
+        self._variant = variant
+        since[variant] = 0 if step.compiling else since[variant] + 1
+        return since[variant] > WARMUP_STEPS
+
+    def _is_known(self, step: Step, shapes: tuple[tuple[int, ...], ...]) -> bool:
+        """Return whether an earlier step of the same kind had these shapes."""
+        key = hash((step.variant.name, step.kind, shapes))
+        if not shapes or key in self._shapes:
+            return True
+        if len(self._shapes) < _MAX_SHAPES:
+            self._shapes.add(key)
+        return False
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, and read all steps so far. Without it, the figures omit steps that the GPU still runs."""
+        self._read(wait=True)
+
+    def steps(self, variant: str | None = None) -> Counter[StepKind]:
+        """Return the number of steps of a variant by kind, including steps without a sample."""
+        steps: Counter[StepKind] = Counter()
+        for key, record in self._records.items():
+            if key.variant == variant:
+                steps[key.kind] += record.steps
+        return steps
+
+    def windows(
+        self, variant: str | None = None, kind: StepKind = "compiled"
+    ) -> dict[Workload, tuple[tuple[float, ...], ...]]:
+        """Return the samples in milliseconds by workload, in windows, the latest workload last."""
+        self._read(wait=False)
+        by_workload: dict[Workload, list[tuple[float, ...]]] = {}
+        for key, record in self._records.items():
+            for window in record.windows if key[:3] == (variant, kind, False) else ():
+                of_window: defaultdict[Workload, list[float]] = defaultdict(list)
+                for timed in window:
+                    if timed.workload is not None and timed.ms is not None:
+                        of_window[timed.workload].append(timed.ms)
+                for workload, ms in of_window.items():
+                    by_workload[workload] = [*by_workload.pop(workload, ()), tuple(ms)]
+        return {workload: tuple(windows) for workload, windows in by_workload.items()}
+
+    def baseline(self) -> dict[Workload, tuple[float, ...]]:
+        """Return the eager samples by workload."""
+        windows = self.windows(EAGER, "eager")
+        return {workload: tuple(itertools.chain(*of_workload)) for workload, of_workload in windows.items()}
+
+    def times(self, variant: str | None = None) -> StepTimes:
+        """Return the eager and compiled step times of the workload that has the most compiled samples.
+
+        If several workloads have the same number, the latest is returned.
+        """
+        eager, compiled = self.baseline(), self.windows(variant)
+        counts = {workload: sum(map(len, windows)) for workload, windows in compiled.items()}
+        counts = counts or {workload: len(ms) for workload, ms in eager.items()}
+        if not counts:
+            return StepTimes()
+        workload = max(reversed(counts), key=counts.__getitem__)
+        return StepTimes(eager.get(workload, ()), compiled.get(workload, ()), workload=workload)
+
+    def totals(self) -> Iterator[tuple[StepKey, int, float]]:
+        """Yield the number of steps of each record, and the milliseconds of those that were timed."""
+        self._read(wait=False)
+        for key, record in self._records.items():
+            yield key, record.steps, record.ms
+
+    def series(self) -> tuple[dict[str, Any], ...]:
+        """Return the step times as one mapping for each kind of step and candidate.
+
+        A mapping contains ``kind`` (a `StepKind`, or ``"compiling"`` if torch compiled during the steps), ``candidate``
+        (if the phase has a `Tune`), ``steps`` (numbers of steps in the phase, from 1) and ``ms``. In a long run, the
+        lists contain windows of steps that are spread evenly over the run.
+        """
+        self._read(wait=False)
+        points: dict[tuple[str, str | None], list[tuple[int, float]]] = {}
+        for key, record in self._records.items():
+            kind, candidate = "compiling" if key.compiling else key.kind, None if key.variant == EAGER else key.variant
+            timed = [timed for window in record.windows for timed in window]
+            of_kind = points.setdefault((kind, candidate), [])
+            of_kind += [(each.number, float(f"{each.ms:.4g}")) for each in timed if each.ms is not None]
+        return tuple(
+            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in ordered], "ms": [ms for _, ms in ordered]}
+            for (kind, candidate), unsorted in points.items()
+            if (ordered := sorted(unsorted))
+        )
+
+    def _read(self, *, wait: bool) -> None:
+        while self._unread and (wait or self._unread[0][1].span.passed()):
+            record, timed = self._unread.popleft()
+            timed.ms = timed.span.milliseconds()
+            record.ms += timed.ms
