@@ -28,11 +28,11 @@ from tables import Row, in_order, parser_for, print_table, save, say
 from torch import nn
 
 from compile_callbacks import Tune
-from compile_callbacks.config.inductor_config import EAGER_VARIANT, InductorConfig, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.comparison import Comparison
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, PhaseTimes, Step, Workload
-from compile_callbacks.tuning.candidates import CompileFacts, Trial
+from compile_callbacks.tuning.candidates import CompileFacts
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.tuning import Conditions, Tuning
 
@@ -118,15 +118,14 @@ def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: floa
     simulated = Machine(ratio, COMPILE_SECONDS + steps * STEP_SECONDS, seed=seed, **machine)
     waits, facts = lambda variant: None, lambda variant: CompileFacts(COMPILE_SECONDS)
     tuning = Tuning("train", Tune(["default"]), Ranks(), facts=facts, waits=waits, print_line=lambda line: None)
-    candidate = Variant(InductorConfig(), "default")
-    tuning.begin(Conditions({}, None, False, lambda **settings: [Trial(candidate)]))
+    tuning.begin(Conditions({}, None, torch.device("cpu")))
     number: Counter[Variant] = Counter()
     while tuning.winner is None:
         variant, _ = tuning.next()
         number[variant] += 1
-        if variant is candidate and number[candidate] == 1:
+        if variant.config is not None and number[variant] == 1:
             simulated.seconds += COMPILE_SECONDS
-        seconds = simulated.step_seconds(compiled=variant is candidate)
+        seconds = simulated.step_seconds(compiled=variant.config is not None)
         is_sample = (sum(number.values()) - 1) % (4 + 10) >= 2 + WARMUP_STEPS
         span = SimpleNamespace(milliseconds=lambda ms=1000 * seconds: ms)
         tuning.done(Step(variant=variant, workload=WORKLOAD, span=span, is_sample=is_sample))

@@ -102,6 +102,11 @@ class PhaseRun:
         """The variant of the phase after its eager steps, or eager while a `Tune` has not chosen a candidate."""
         return self.policy.chosen or EAGER_VARIANT
 
+    @property
+    def mode_argument(self) -> str:
+        """The argument that sets the mode of the phase."""
+        return self._recorder.mode_arguments[self.phase]
+
     def events(self, *kinds: str, candidate: str | None = None) -> list[CompileEvent]:
         """Return the events of these kinds, or of all kinds, about a candidate."""
         of_phase = [event for event in self._recorder.events if event.phase == self.phase]

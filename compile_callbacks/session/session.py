@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +31,13 @@ from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import Step, StepKind
 from compile_callbacks.report.declaration import PhaseFacts
 from compile_callbacks.report.report import CompileReport
+from compile_callbacks.session import findings
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
-from compile_callbacks.session.stage_warnings import SessionWarnings
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.repeated import group_targets
 from compile_callbacks.targets.target import Target
-from compile_callbacks.tuning.candidates import candidates_of
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.tune import Tune
 from compile_callbacks.tuning.tuning import Conditions
@@ -63,7 +62,7 @@ class Session:
         self._arguments = arguments
         self._finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
         self._ranks = Ranks()
-        warn = WarnOnce()
+        warn = self._warn = WarnOnce()
         self._requests = RequestQueue() if arguments.background and arguments.compiles else None
         settings = replace(arguments.target_settings, requests=self._requests)
         folder = settings.cache_dir if arguments.compiles else None
@@ -102,10 +101,7 @@ class Session:
             resolve=resolve,
             uncompiled=arguments.uncompiled,
         )
-        self._warnings = SessionWarnings(
-            warn, self._switch, self._recorder, self._phases, finds_targets=self._finds_targets
-        )
-        self._helper = None if self._requests is None else Helper(self._requests, self._warnings.helper_failed)
+        self._helper = None if self._requests is None else Helper(self._requests, self._helper_failed)
         self.gpu = StepsOnGpu(module)
         self.running = False
         """Whether a Trainer run is in progress."""
@@ -144,16 +140,16 @@ class Session:
         self.gpu.begin(device)
         tunes = any(isinstance(run.settings, Tune) for run in self._phases.values())
         self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=tunes)
-        for phase, run in self._phases.items():
+        for run in self._phases.values():
             run.device, run.precision, run.is_freed = device, precision, False
-            config, warns = run.chosen.config, self._ranks.is_global_zero
-            self._warnings.check_settings(phase, config, sharded=sharded, device=device, warns=warns)
+            for kind, message, _ in findings.settings_without_effect(run, sharded=sharded):
+                if self._ranks.is_global_zero:
+                    self._warn.warn("CC204", message, about=(run.phase, kind))
         if self._requests is not None:
             self._requests.in_run, self._requests.failure = True, None
             self._requests.takes_trials = self._ranks.size == 1
-            self._warnings.check_repeatable()
         if self._arguments.compiles:
-            self._warnings.check_disabled()
+            self._tell(findings.at_begin(background=self._requests is not None))
             self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
             self._recorder.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or tunes else ""
@@ -165,49 +161,37 @@ class Session:
             self._recorder.progress.restore(known["compile_seconds"])
         self._recorder.listen()
         self._switch.install()
-        for run in self._phases.values():
-            if isinstance(run.settings, Tune):
-                run.policy.begin(self._conditions(run, run.settings, model, sharded=sharded))
+        if tunes:
+            targets, passes = self._arguments.targets or (), self._arguments.target_settings.passes
+            known = conditions(
+                model=model, targets=targets, passes=passes, precision=precision, device=device, ranks=self._ranks.size
+            )
+            not_whole = WEIGHTS_ARE_SHARDED if sharded else None
+            for run in self._phases.values():
+                run.policy.begin(Conditions(known, self._model_record, device, not_whole))
         self._free_unused()
-
-    def _conditions(self, run: PhaseRun, tune: Tune, model: str, *, sharded: bool) -> Conditions:
-        known = conditions(
-            model=model,
-            targets=self._arguments.targets or (),
-            passes=self._arguments.target_settings.passes,
-            precision=run.precision,
-            device=run.device,
-            ranks=self._ranks.size,
-        )
-        on_gpu = run.device.type == "cuda"
-        not_on_gpu = None if on_gpu else "the module is not on a GPU"
-        candidates = functools.partial(
-            candidates_of,
-            tune,
-            run.phase,
-            run.device,
-            no_freezing=WEIGHTS_ARE_SHARDED if sharded else None,
-            no_cudagraphs=WEIGHTS_ARE_SHARDED if sharded else not_on_gpu,
-        )
-        return Conditions(known, self._model_record, on_gpu, candidates)
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         self.running = False
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
-        cache = self._cache if self._cache is not None and self._cache.active else None
         chosen = {phase: run.chosen for phase, run in self._phases.items()}
-        actions = (
+        actions: list[Callable[[], object]] = [
             self._search.remove,
-            *(() if keep_compiled else (self._validation.close,)),  # because guards of compiled code check it
-            *((self._helper.stop,) if self._helper is not None else ()),
-            *((self._requests.end_run,) if self._requests is not None and keep_compiled else ()),
             self.gpu.end,
             self._ranks.leave,
             self._recorder.stop,
-            *((self._warnings.check_cache_dir, cache.end, self._save_record) if cache is not None else ()),
-            functools.partial(self._switch.select_by_grad_mode, chosen) if keep_compiled else self._switch.remove,
-        )
+        ]
+        if self._helper is not None:
+            actions.append(self._helper.stop)
+        if self._requests is not None and keep_compiled:
+            actions.append(self._requests.end_run)
+        if self._cache is not None and self._cache.active:
+            actions += [self._check_cache, self._cache.end, self._save_record]
+        if keep_compiled:
+            actions.append(functools.partial(self._switch.select_by_grad_mode, chosen))
+        else:
+            actions += [self._validation.close, self._switch.remove]  # guards of compiled code check this setting
         with contextlib.ExitStack() as remaining:  # calls each action, even if another action raises
             for action in reversed(actions):
                 remaining.callback(action)
@@ -325,14 +309,16 @@ class Session:
 
     def check(self, phase: Phase) -> None:
         """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
-        self._warnings.check_stage(self._phases[phase])
+        run, sharded = self._phases[phase], _torch.distributed.is_sharded(self.module)
+        self._recorder.collect()
+        self._tell(findings.of_stage(run, self._switch, finds_targets=self._finds_targets, sharded=sharded))
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
         for run in self._phases.values():
-            self._warnings.check_step_times(run)
-        if self._phases["train"].times.number:
-            self._warnings.check_targets()
+            self._tell(findings.slow_steps(run))
+        if self._phases["train"].times.number and not self._finds_targets:
+            self._tell(findings.never_called(self._switch))
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -363,6 +349,24 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ parts of the above
 
+    def _tell(self, found: Iterable[findings.Finding]) -> None:
+        """Record what was found, unless an event of the kind tells it already, and warn once."""
+        for code, message, about, event in found:
+            if event is not None:
+                kind, key, reason = event
+                known = self._recorder.events_of(key.phase, kind)
+                if not any(e.target == key.target and e.candidate == key.candidate and e.reason for e in known):
+                    self._recorder.record(kind, key, reason=reason, code=code or None, show=bool(code))
+            if message:
+                self._warn.warn(code, message, about=about)
+
+    def _helper_failed(self, problem: str, keys: Collection[CompileKey]) -> None:
+        reason = f"the helper process that compiles in the background failed: {problem}"
+        for key in keys:
+            self._recorder.record("fallback", key, reason=reason, code="CC308")
+        remedy = "The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
+        self._warn.warn("CC308", f"{reason}. {remedy}")
+
     def _free_unused(self) -> None:
         """Free the compiled code of variants that will not run again."""
         for phase, run in self._phases.items():
@@ -380,6 +384,9 @@ class Session:
         """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
         called = self._switch.called_targets(phase)
         return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
+
+    def _check_cache(self) -> None:
+        self._tell(findings.unused_cache(self._recorder.events))
 
     def _save_record(self) -> None:
         if self._model_record is not None:

@@ -80,8 +80,7 @@ def candidates_of(
     phase: Phase,
     device: torch.device,
     *,
-    no_freezing: str | None,
-    no_cudagraphs: str | None,
+    sharded: str | None,
     shapes_vary: bool,
     winner: str | None = None,
 ) -> Iterator[Trial]:
@@ -89,9 +88,10 @@ def candidates_of(
 
     ``winner`` won in an earlier run, or on another rank. If ``"auto"`` added settings of Dynamo to it, it is listed.
 
-    ``no_freezing`` and ``no_cudagraphs`` are the reasons why the targets cannot have frozen weights or CUDA graphs.
+    ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
     """
-    configs = tune.configs or auto_candidates(device, phase, freezes=no_freezing is None, shapes_vary=shapes_vary)
+    configs = tune.configs or auto_candidates(device, phase, freezes=sharded is None, shapes_vary=shapes_vary)
+    no_cudagraphs = sharded or (None if device.type == "cuda" else "the module is not on a GPU")
     names: list[str] = []
     for config in configs:
         name = config.describe()
@@ -101,8 +101,8 @@ def candidates_of(
         trial = Trial(Variant(config, name))
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
-        elif config.freezes and phase == "infer" and no_freezing:
-            trial.decide("not tried", f"it asks for freezing, but {no_freezing}")
+        elif config.freezes and phase == "infer" and sharded:
+            trial.decide("not tried", f"it asks for freezing, but {sharded}")
         yield trial
         if len(names) == 1 and not tune.configs and (healing := [name for name in SWITCHES if name in (winner or "")]):
             yield healed(trial, healing)

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from compile_callbacks._utils.fingerprints import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
@@ -23,7 +25,7 @@ from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARI
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, Step, Workload
 from compile_callbacks.tuning import rule
-from compile_callbacks.tuning.candidates import CompileFacts, Trial, healed
+from compile_callbacks.tuning.candidates import CompileFacts, Trial, candidates_of, healed
 from compile_callbacks.tuning.contest import Block, Contest
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.tune import AUTO, Tune
@@ -40,8 +42,8 @@ class Conditions(NamedTuple):
 
     known: Mapping[str, str]  # on which the winner depends
     record: ModelRecord | None  # the file with the winners of earlier runs
-    on_gpu: bool
-    candidates: Callable[..., Iterable[Trial]]  # lists them, for shapes that vary or not
+    device: torch.device
+    sharded: str | None = None  # why neither freezing nor CUDA graphs work, if weights are sharded
 
 
 class Tuning(Contest):
@@ -64,7 +66,7 @@ class Tuning(Contest):
     ) -> None:
         super().__init__(EAGER_VARIANT, waits=waits)
         self._phase, self._tune, self._ranks, self._facts, self._print_line = phase, tune, ranks, facts, print_line
-        self._conditions = Conditions({}, None, False, lambda **_: ())
+        self._conditions = Conditions({}, None, torch.device("cpu"))
         self._begin_with_eager()
 
     def _begin_with_eager(self) -> None:
@@ -130,7 +132,7 @@ class Tuning(Contest):
         winner, self.complete = self._ranks.gather((mine, self.complete))[0]
         if winner not in (None, mine):
             if winner not in self.trials:  # list each candidate that rank zero may have
-                self._add(self._conditions.candidates(shapes_vary=True, winner=winner))
+                self._add_candidates(shapes_vary=True, winner=winner)
             self._adopt(winner, "rank 0 chose it")
         self._keep()
 
@@ -171,6 +173,12 @@ class Tuning(Contest):
         self.trials |= {trial.candidate: trial for trial in new}
         self._turns[:0] = [trial for trial in new if trial.verdict == "undecided"]
 
+    def _add_candidates(self, *, shapes_vary: bool, winner: str | None) -> None:
+        device, sharded = self._conditions.device, self._conditions.sharded
+        self._add(
+            candidates_of(self._tune, self._phase, device, sharded=sharded, shapes_vary=shapes_vary, winner=winner)
+        )
+
     def _lists_winner(self, block: Block) -> bool:
         """List the candidates after the eager steps, and return whether one of them won in an earlier run."""
         vary = self._compared not in block.workloads and len({w.shapes for w in block.workloads}) > 1
@@ -179,7 +187,7 @@ class Tuning(Contest):
         record = self._conditions.record
         winner = None if record is None else record.load()["winners"].get(digest(self._made_for), {}).get("candidate")
         vary, name = self._of_rank_zero((vary, winner))
-        self._add(self._conditions.candidates(shapes_vary=vary, winner=name))
+        self._add_candidates(shapes_vary=vary, winner=name)
         if record is None or name not in self.trials or self.trials[name].verdict != "undecided":
             return False
         self._adopt(name, f"won in an earlier run; delete {record.path} to measure again")
@@ -187,7 +195,7 @@ class Tuning(Contest):
 
     def _next_turn(self) -> None:
         """Find the next block to run. After the last block, begin a round of the final or choose."""
-        trials, on_gpu = self.trials, self._conditions.on_gpu
+        trials, on_gpu = self.trials, self._conditions.device.type != "cpu"
         while self._tune.candidates == AUTO and self._turns and not self._turns[0].blocks:
             reason, would_be_tried = rule.why_not_compiled(self._turns[0], trials, self.steps_left, on_gpu=on_gpu)
             if not reason:

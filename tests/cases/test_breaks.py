@@ -16,7 +16,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from compile_callbacks import CompileError, InductorCompile, InductorConfig, Tune
 from compile_callbacks.config.inductor_config import WAITING_VARIANT
 from compile_callbacks.profiling.step_times import Step, Workload
-from compile_callbacks.tuning.candidates import CompileFacts, candidates_of
+from compile_callbacks.tuning.candidates import CompileFacts
 from compile_callbacks.tuning.tuning import Conditions, Tuning
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
@@ -236,9 +236,7 @@ def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
 
 def tuning(phase, device, ranks, facts=lambda variant: CompileFacts(), waits=lambda variant: None):
     tuning = Tuning(phase, Tune("auto"), ranks, facts=facts, waits=waits, print_line=lambda line: None)
-    reasons = {"no_freezing": "a reason", "no_cudagraphs": "a reason"}
-    candidates = functools.partial(candidates_of, Tune("auto"), phase, torch.device(device), **reasons)
-    tuning.begin(Conditions({}, None, device == "cuda", candidates))
+    tuning.begin(Conditions({}, None, torch.device(device), "a reason"))
     return tuning
 
 
