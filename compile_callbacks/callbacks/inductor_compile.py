@@ -9,12 +9,13 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import check_type, describe_failure, explain_unknown_arguments, in_one_line
 from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks.callbacks.from_environment import VARIABLE
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
 from compile_callbacks.graphs.failures import OnError, Verify
@@ -93,21 +94,12 @@ class InductorCompile(Callback):
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
+        given = dict(locals())  # the arguments, for the constructor of the settings and for `__repr__`
+        self._given = {name: value for name, value in given.items() if name not in ("self", "__class__")}
         check_type("keep_compiled", keep_compiled, bool, "True or False")
-        given: dict[str, Any] = {
-            "train_mode": train_mode,
-            "infer_mode": infer_mode,
-            "targets": targets,
-            "passes": passes,
-            "baseline_steps": baseline_steps,
-            "background": background,
-            "on_error": on_error,
-            "verify": verify,
-            "cache_dir": cache_dir,
-        }
-        self.arguments = CompileArguments.checked(**given)
+        checked = {name: value for name, value in self._given.items() if name != "keep_compiled"}
+        self.arguments = CompileArguments.checked(**checked)
         self.keep_compiled = keep_compiled
-        self._given = {**given, "keep_compiled": keep_compiled}
         for message in self.arguments.without_effect(keep_compiled=keep_compiled):
             _warn("CC204", message)
         self._calls = TrainerCalls(self.arguments, keep_compiled=keep_compiled)
@@ -143,7 +135,7 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if sum(isinstance(callback, InductorCompile) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        if len(_named_by_script(trainer)) > 1:
             message = (
                 "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
                 "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
@@ -275,3 +267,26 @@ class InductorCompile(Callback):
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         vars(self).pop("on_after_backward", None)
         self._calls.end(trainer, exception)
+
+
+class CompileFromEnvironment(InductorCompile):
+    """The callback of the variable ``COMPILE_CALLBACKS``. Next to another `InductorCompile`, it does nothing.
+
+    Only when a run begins, all callbacks are known: Lightning adds those of entry points and of the module.
+    """
+
+    told = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not _named_by_script(trainer):
+            super().setup(trainer, pl_module, stage)
+        elif not self.told:
+            self.told = True
+            mode = self._given["train_mode"]
+            rank_zero_info(f"{VARIABLE}={mode} has no effect, because the script has its own InductorCompile")
+
+
+def _named_by_script(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
+    return [c for c in callbacks if isinstance(c, InductorCompile) and not isinstance(c, CompileFromEnvironment)]

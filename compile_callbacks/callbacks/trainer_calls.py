@@ -85,11 +85,11 @@ class TrainerCalls:
         _unwrap_compiled(pl_module, self.arguments, trainer)
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
-        """Return the session of the call, or ``None`` in a nested call.
+        """Return the session of the call, or ``None`` in a nested call and if no call began.
 
         In the first hook of a call, begin the session and install the targets.
         """
-        if self._is_nested(trainer) or self._gave_up:
+        if self._trainer is None or self._is_nested(trainer) or self._gave_up:
             return None
         session, arguments = self.session, self.arguments
         if session is None or session.module is not pl_module:

@@ -46,10 +46,10 @@ class Remaining(pl.Callback):
         ({"max_epochs": 1, "limit_train_batches": 2}, [(2, 4), (0, 4)]),
         ({"max_epochs": 1, "train": STREAM}, [(INF, INF), (INF, INF)]),
         ({"max_epochs": -1, "max_steps": 6, "train": STREAM}, [(6, INF)]),
-        ({"max_epochs": 6, "train": 2, "validation": None, "ckpt_path": "longer"}, [(8, 0)]),
+        ({"max_epochs": 6, "validation": None, "ckpt_path": "shorter"}, [(32, 0)]),
     ],
 )
-def test_remaining_steps_of_a_fit_and_of_one_that_continues_a_run_with_longer_epochs(settings, steps, tmp_path):
+def test_remaining_steps_of_a_fit_and_of_one_that_continues_a_run(settings, steps, tmp_path):
     if "ckpt_path" in settings:
         settings = {**settings, "ckpt_path": tmp_path / "run.ckpt"}
         fit(max_epochs=2).trainer.save_checkpoint(settings["ckpt_path"])
