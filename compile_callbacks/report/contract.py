@@ -27,10 +27,10 @@ MARGIN = 0.2
 
 _EVENTS = {info.limit: kind for kind, info in EVENT_KINDS.items() if info.limit}
 _VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
-_MEASURED = ("peak_memory_mib", "compile_seconds", "speedup")  # within the margin
+_WITH_MARGIN = ("peak_memory_mib", "compile_seconds", "speedup")
 _NUMBER = (int, float)
 _PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict}
-_PHASE_FIELDS |= dict.fromkeys((*_EVENTS, *_VERDICTS), int) | dict.fromkeys(_MEASURED, _NUMBER)
+_PHASE_FIELDS |= dict.fromkeys((*_EVENTS, *_VERDICTS), int) | dict.fromkeys(_WITH_MARGIN, _NUMBER)
 _FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": _NUMBER} | dict.fromkeys(PHASES, dict)
 _NEEDED = f"memory needs a GPU, and a speedup {MIN_SAMPLES} steps of each kind of one workload that vary little"
 
@@ -53,7 +53,7 @@ class Breach(NamedTuple):
         return f"{self.phase}.{self.figure}: {value}, allowed {allowed}: {self.reason}"
 
 
-class _Measured(NamedTuple):
+class _Value(NamedTuple):
     value: float
     reason: str
     low: float  # the ends of the interval of the value
@@ -130,7 +130,7 @@ def make_contract(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
             elif kind:
                 allowed["graph_breaks"][kind] = value
             else:
-                allowed[figure_name] = float(f"{value:.4g}") if name in _MEASURED else value
+                allowed[figure_name] = float(f"{value:.4g}") if name in _WITH_MARGIN else value
     if not any(phase in contract for phase in PHASES):
         raise ContractError("the run compiled nothing, so a contract of its report would check nothing")
     return contract, left_out
@@ -155,16 +155,16 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
             figure_name, _, kind = name.partition(": ")
             if figure_name in allowed:
                 limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
-                margin = 1 + contract["margin"] if name in _MEASURED else 1
+                margin = 1 + contract["margin"] if name in _WITH_MARGIN else 1
                 bound = limit / margin if name == "speedup" else limit * margin
                 if high < bound if name == "speedup" else low > bound:
                     breaches.append(Breach(phase, name, value, bound, reason))
-        absent = [name for name in _MEASURED if name in allowed and name not in figures and compiled]
+        absent = [name for name in _WITH_MARGIN if name in allowed and name not in figures and compiled]
         missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in absent]
     return breaches, missing
 
 
-def _figures(report: PhaseReport) -> dict[str, _Measured]:
+def _figures(report: PhaseReport) -> dict[str, _Value]:
     """Return the figures of a phase that have a value. Each kind of graph break is a figure."""
     details, compiled = report.diagnostics, _compiled_targets(report)
     events: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -179,21 +179,21 @@ def _figures(report: PhaseReport) -> dict[str, _Measured]:
     counts |= {name: (len(found), _reasons(found)) for name, found in events.items()}
     never, (count, reason) = max(compiled.total() - len(verified), 0), counts["uncompared_graphs"]
     counts["uncompared_graphs"] = count + never, reason or "the run did not verify them"
-    figures = {name: _Measured(count, reason, count, count) for name, (count, reason) in counts.items()}
+    figures = {name: _Value(count, reason, count, count) for name, (count, reason) in counts.items()}
     if (peak := details.peak_memory_mib or details.peak_memory_at_most_mib) is not None:
         whose = "a compiled step" if details.peak_memory_mib else "the process"
-        figures["peak_memory_mib"] = _Measured(peak, f"the highest peak of {whose}", peak, peak)
+        figures["peak_memory_mib"] = _Value(peak, f"the highest peak of {whose}", peak, peak)
     low, high = details.speedup_interval or (1.0, 1.0)
     if (seconds := report.compile_seconds) is not None:
         compiles = sorted(details.events_of("compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
-        figures["compile_seconds"] = _Measured(seconds, longest, seconds / max(2.0, high / low), seconds)
+        figures["compile_seconds"] = _Value(seconds, longest, seconds / max(2.0, high / low), seconds)
     medians = report.eager_step_ms, report.compiled_step_ms
     if details.speedup_interval and medians[0] and medians[1] and report.verdict != "not comparable":
         causes = _reasons(details.events_of("cudagraph_skip") + details.events_of("fallback"))
         reason = "; ".join(filter(None, ("eager {:.4g} ms, compiled {:.4g} ms".format(*medians), causes)))
-        figures["speedup"] = _Measured(medians[0] / medians[1], reason, low, high)
+        figures["speedup"] = _Value(medians[0] / medians[1], reason, low, high)
     return figures
 
 

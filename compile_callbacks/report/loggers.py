@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import mmap
 import os
 import sys
 import textwrap
@@ -39,14 +38,11 @@ PLOT_TAG = "compile_report/steps"
 _log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 _CHARTS = {
-    "peak memory of a compiled step in MiB": ("step/{phase}/peak_memory_mib",),
-    "recompiles": ("compile/{phase}/recompiles",),
-    "seconds spent compiling": ("compile/{phase}/seconds",),
-    "net seconds saved": ("step/{phase}/net_seconds_saved",),
-    "step time in ms: compiled (line), eager (edge of the shade)": (
-        "step/{phase}/compiled_ms",
-        "step/{phase}/eager_ms",
-    ),
+    "peak memory of a compiled step in MiB": ("step/{}/peak_memory_mib",),
+    "recompiles": ("compile/{}/recompiles",),
+    "seconds spent compiling": ("compile/{}/seconds",),
+    "net seconds saved": ("step/{}/net_seconds_saved",),
+    "step time in ms: compiled (line), eager (edge of the shade)": ("step/{}/compiled_ms", "step/{}/eager_ms"),
 }
 """The scalar of each line, and of the other edge of the shade next to it. TensorBoard 2 shows the last chart first."""
 
@@ -57,11 +53,10 @@ def _layout(prefix: str) -> dict[str, dict[str, list[Any]]]:
     A margin chart draws a line and a shade. TensorBoard colors lines by run, so two lines of a run look the same, and
     it smooths all charts but margin charts.
     """
-    charts = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
+    shown = {title: tags for title, tags in _CHARTS.items() if torch.cuda.is_available() or "memory" not in title}
     return {
         f"torch.compile, {phase} phase": {
-            title: ["Margin", [prefix + tags[i].format(phase=phase) for i in (0, 0, -1)]]
-            for title, tags in charts.items()
+            title: ["Margin", [prefix + tags[i].format(phase) for i in (0, 0, -1)]] for title, tags in shown.items()
         }
         for phase in PHASES
     }
@@ -74,13 +69,9 @@ def _add_layout_if_none(logger: TensorBoardLogger) -> None:
     if not folder.is_dir():
         return  # the folder is a URL, and searching it for a layout could download large files
     writer.flush()
-    for path in folder.glob("*tfevents*"):
-        if path.stat().st_size:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                if content.find(b"custom_scalars__config__") >= 0:
-                    return
-    prefix = getattr(logger, "_prefix", "")
-    writer.add_custom_scalars(_layout(f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else ""))
+    if not any(b"custom_scalars__config__" in path.read_bytes() for path in folder.glob("*tfevents*")):
+        prefix = getattr(logger, "_prefix", "")
+        writer.add_custom_scalars(_layout(f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else ""))
 
 
 def _add_plot(writer: SummaryWriter, report: CompileReport, step: int) -> None:

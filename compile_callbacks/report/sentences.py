@@ -143,8 +143,8 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
     code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
     yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
-    failed = _event(report, "fallback")
-    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {_code(failed)}" if failed else None
+    code = failed.get("code", "CC301") if (failed := _event(report, "fallback")) else ""
+    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {code}" if code else None
     recompile = _event(report, "recompile") or {}
     fix = recompile.get("fix") or ""
     fix += _healing(phase, report) if fix.startswith("removing the graph break") else ""
@@ -220,7 +220,7 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
     if failed := _eager_part(report):
         how = "fell back to eager" if failed["kind"] == "fallback" else "runs eagerly"
-        return f"{failed['target']!r} {how}, because {_reason(failed)}", _code(failed)
+        return f"{failed['target']!r} {how}, because {_reason(failed)}", failed.get("code", "CC301")
     if broken := _event(report, "graph_break"):
         return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
     if report.compile_seconds is None:
@@ -242,10 +242,6 @@ def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
     """Return the last event of a kind. Of graph breaks, return the first, which often causes the others."""
     events = report.diagnostics.events_of(kind)
     return events[0 if kind == "graph_break" else -1] if events else None
-
-
-def _code(fallback: Mapping[str, Any]) -> str:
-    return str(fallback.get("code", "CC301"))
 
 
 def _reason(event: Mapping[str, Any]) -> str:
