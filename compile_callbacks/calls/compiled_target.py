@@ -26,9 +26,6 @@ TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
 call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as long as eager."""
 
-MAX_REFREEZES = 2
-"""The maximum number of times that a target with frozen weights is compiled again in a stage, because they changed."""
-
 
 class CompiledTarget:
     """A target that is compiled for a phase.
@@ -60,8 +57,8 @@ class CompiledTarget:
         self.called = False
         self.ran = False
         self._frozen = key.frozen
-        self._unfrozen = unfrozen  # runs instead in a stage in which the frozen weights change often
-        self._refreezes = 0  # in this stage
+        self._unfrozen = unfrozen  # runs instead after frozen weights have changed within a stage
+        self._ends_freezing = False
         self._recorder = recorder
         self._calling = recorder.calling
         self._executions = recorder.executions
@@ -207,30 +204,28 @@ class CompiledTarget:
 
     # ------------------------------------------------------------------------------------------ frozen weights
 
-    def invalidate_weights(self, *, new_stage: bool) -> None:
+    def invalidate_weights(self) -> None:
         """Compare all weights at the next call, because a callback may have swapped the weights."""
         self._weights_are_suspect = True
-        self._refreezes = 0 if new_stage else self._refreezes
 
     def _free_if_weights_changed(self) -> CompiledTarget | None:
-        """Return the target that runs instead, without frozen weights, if they changed too often."""
+        """Return the target that runs instead, without frozen weights, once they have changed within a stage."""
+        if self._ends_freezing:
+            return self._unfrozen
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.backend.free()  # because each set of frozen weights would stay in memory
             _torch.inductor.collect_unused_code()
-            self._refreezes += not self._weights_are_suspect  # a change between two stages does not count
-            if self._unfrozen is not None and self._refreezes == MAX_REFREEZES + 1:
-                self._warn_of_changing_weights()
+            if self._unfrozen is not None and not self._weights_are_suspect:
+                self._end_freezing()
         self._weights_are_suspect = False
-        return self._unfrozen if self._refreezes > MAX_REFREEZES else None
+        return self._unfrozen if self._ends_freezing else None
 
-    def _warn_of_changing_weights(self) -> None:
-        reason = "freezing has no effect in a stage whose steps change the weights"
+    def _end_freezing(self) -> None:
+        self._ends_freezing = True
+        reason = "freezing has no effect on steps that change the weights"
         self._recorder.record("freezing", self.key, reason=reason, show=False)
-        message = (
-            f"{reason}: target {self.key.target!r} was compiled {self._refreezes} times, and runs without frozen "
-            "weights for the rest of the stage. Set freezing=False in infer_mode"
-        )
-        self._warnings += (("CC204", message, (self.key.target, "refreezes")),)
+        message = f"{reason}: target {self.key.target!r} runs without frozen weights. Set freezing=False in infer_mode"
+        self._warnings += (("CC204", message, (self.key.target, "freezing")),)
         self._issue_warnings()
 
     @property

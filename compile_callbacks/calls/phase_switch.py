@@ -222,10 +222,10 @@ class PhaseSwitch:
             compiled_target.backend.free()
         _torch.inductor.collect_unused_code()
 
-    def invalidate_weights(self, *, new_stage: bool) -> None:
+    def invalidate_weights(self) -> None:
         """Compare frozen weights with the module's weights before their next use."""
         for compiled_target in self.compiled_targets():
-            compiled_target.invalidate_weights(new_stage=new_stage)
+            compiled_target.invalidate_weights()
 
     def _free(self, keys: Collection[Any]) -> None:
         for key in keys:

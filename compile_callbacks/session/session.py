@@ -239,7 +239,7 @@ class Session:
         ran, self._counted = recorder.executions, None
         ran.mixed = False
         if first:
-            self._switch.invalidate_weights(new_stage=self._stage_is_new)
+            self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.policy.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
         if not run.is_freed:  # not when the last step ends, because its outputs still need their compiled code

@@ -135,19 +135,16 @@ class TrainsInPredict(Classifier):
 
 
 @pytest.mark.parametrize("baseline_steps", [0, 5])
-def test_a_stage_whose_steps_change_the_weights_runs_unfrozen_after_the_second_refreeze(baseline_steps):
+def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(baseline_steps):
     callback = InductorCompile(None, FREEZING, baseline_steps=baseline_steps)
     module, eager = seeded(TrainsInPredict), seeded(TrainsInPredict)
-    with pytest.warns(CompileWarning, match="'net' was compiled 3 times, and runs without frozen weights") as warned:
+    with pytest.warns(CompileWarning, match="target 'net' runs without frozen weights") as warned:
         outputs = trainer(callback, inference_mode=False).predict(module, loader(16))
     assert ["without frozen weights" in str(warning.message) for warning in warned].count(True) == 1
     torch.testing.assert_close(outputs, trainer(inference_mode=False).predict(eager, loader(16)), **FLOAT32)
     graphs = callback.report.infer.graphs
-    assert graphs <= 8  # with and without gradients: three times frozen, and once unfrozen
-    assert "freezing has no effect in a stage whose steps change the weights" in str(callback.report)
-    for _ in range(2):  # the next stage freezes, and keeps the code
-        trainer(callback).test(module, loader(2), verbose=False)
-        assert callback.report.infer.graphs == graphs + 1
+    assert graphs <= 4  # with and without gradients: once frozen, and once unfrozen
+    assert "freezing has no effect on steps that change the weights" in str(callback.report)
 
 
 def sparse():
