@@ -7,11 +7,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from compile_callbacks.config.inductor_config import WAITING_VARIANT
+from compile_callbacks._utils.phases import WAITING
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
-from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes, Workload
+
+if TYPE_CHECKING:  # because ``compile-callbacks check`` does not import torch
+    from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes, Workload
 
 
 class Savings(NamedTuple):
@@ -37,7 +39,7 @@ def savings(of_phase: PhaseTimes, variant: str | None = None, other_seconds: flo
     for key, steps, ms in of_phase.totals():
         if key.compiling:
             cost_ms += ms - steps * eager_ms.get(key.stage, 0.0)
-        elif key.variant == WAITING_VARIANT.name:
+        elif key.variant == WAITING:
             waiting_ms = _typical_ms(of_phase.windows(key.variant, key.kind))
             cost_ms += steps * (waiting_ms.get(key.stage, 0.0) - eager_ms.get(key.stage, 0.0)) if waiting_ms else 0.0
         elif key.kind != "eager" and key.stage in eager_ms:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import Phase
+from compile_callbacks.profiling.savings import Savings, savings
 
 if TYPE_CHECKING:
     from compile_callbacks.profiling.events import CompileKey
     from compile_callbacks.profiling.memory import PeakMemory
     from compile_callbacks.profiling.recorder import CompileRecorder
-    from compile_callbacks.profiling.savings import Savings
     from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes
     from compile_callbacks.tuning.tune import PhaseConfig
 
@@ -69,8 +69,6 @@ class PhaseFacts:
     @functools.cached_property
     def savings(self) -> Savings | None:
         """The time that compiling saved, or ``None`` if nothing was compiled or compared."""
-        from compile_callbacks.profiling.savings import savings  # imported here, because it imports torch
-
         compiles = [event for event in self.recorder.events if event.kind == "compile"]
         ours = [event for event in compiles if event.phase == self.phase]
         if not ours:

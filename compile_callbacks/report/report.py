@@ -34,11 +34,6 @@ class CompileReport:
     infer: PhaseReport = field(default_factory=PhaseReport)
 
     @classmethod
-    def of(cls, *phases: PhaseFacts) -> Self:
-        """Return the report of measurements. Each figure is computed when it is read, and then fixed."""
-        return cls(**{facts.phase: PhaseReport(facts=facts) for facts in phases})
-
-    @classmethod
     def from_dict(cls, data: object) -> Self:
         """Create a report from `to_dict` data. A figure that is missing gets its default."""
         phases = data if isinstance(data, Mapping) else {}
@@ -93,6 +88,11 @@ class CompileReport:
     def __str__(self) -> str:
         """Return the verdict of each phase, a table of the figures, and what to do next, as plain text."""
         return to_plain_text(self.phases)
+
+
+def measured_report(*phases: PhaseFacts) -> CompileReport:
+    """Return the report of measurements. Each figure is computed when it is read, and then fixed."""
+    return CompileReport(**{facts.phase: PhaseReport(facts=facts) for facts in phases})
 
 
 def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:

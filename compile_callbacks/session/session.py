@@ -30,7 +30,7 @@ from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import Step, StepKind
 from compile_callbacks.report.declaration import PhaseFacts
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report.report import CompileReport, measured_report
 from compile_callbacks.session import findings
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
@@ -344,7 +344,7 @@ class Session:
             )
             for phase, run in self._phases.items()
         ]
-        report = CompileReport.of(*facts)
+        report = measured_report(*facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
 
     # ------------------------------------------------------------------------------------------ parts of the above
