@@ -15,7 +15,6 @@ from typing_extensions import override
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import check_type, describe_failure, explain_unknown_arguments, in_one_line
 from compile_callbacks._utils.phases import EAGER, Phase
-from compile_callbacks.callbacks.from_environment import VARIABLE
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
 from compile_callbacks.graphs.failures import OnError, Verify
@@ -284,7 +283,7 @@ class CompileFromEnvironment(InductorCompile):
         elif not self.told:
             self.told = True
             mode = self._given["train_mode"]
-            rank_zero_info(f"{VARIABLE}={mode} has no effect, because the script has its own InductorCompile")
+            rank_zero_info(f"COMPILE_CALLBACKS={mode} has no effect, because the script has its own InductorCompile")
 
 
 def _named_by_script(trainer: Trainer) -> list[Callback]:
