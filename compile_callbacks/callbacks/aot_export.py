@@ -27,7 +27,7 @@ from compile_callbacks.exporting.loaded_package import ExportError
 from compile_callbacks.exporting.package import ExportedCall, VerifyPackage, check_path, check_writable, evaluating
 from compile_callbacks.profiling.clock import call_times_ms
 from compile_callbacks.profiling.comparison import median_ms
-from compile_callbacks.report.loggers import log_export, print_line
+from compile_callbacks.report.loggers import log, print_line
 from compile_callbacks.report.report import ExportReport
 
 Weights = Literal["best", "last"]
@@ -161,7 +161,7 @@ class AOTInductorExport(Callback):
             message = message if isinstance(error, ExportError) else with_code("CC601", message)
             rank_zero_warn(message, category=CompileWarning)
         self._batches = {}
-        log_export(trainer.loggers, self.report, trainer.global_step)
+        log(trainer.loggers, trainer.global_step, self.report.scalars(), {"export_report": str(self.report)})
 
     # ------------------------------------------------------------------------------------------ what hooks call
 

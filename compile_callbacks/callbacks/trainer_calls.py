@@ -189,13 +189,13 @@ class TrainerCalls:
             except Exception as error:
                 self.give_up("compute the logged figures", error)
             else:
-                loggers.log_scalars(trainer.loggers, scalars, trainer.global_step)
+                loggers.log(trainer.loggers, trainer.global_step, scalars)
 
     def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
         report = self.last_report.report = self.report()
-        loggers.log_scalars(trainer.loggers, report.scalars(), trainer.global_step)
-        loggers.log_summary(trainer.loggers, report, trainer.global_step, self.arguments.recorded_graphs())
+        graphs = {f"graphs/{graph.title}": graph.text for graph in self.arguments.recorded_graphs()}
+        loggers.log(trainer.loggers, trainer.global_step, report.scalars(), graphs, report)
         path = loggers.write_report(trainer, report, exception)
         if self.session is None or not report.has_figures:
             return

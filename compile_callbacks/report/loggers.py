@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import WeakValueDictionary
 
@@ -24,10 +25,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
 from compile_callbacks._utils.phases import PHASES
-from compile_callbacks.passes.record_graphs import RecordedGraph
 from compile_callbacks.report.file import append_record, make_record
 from compile_callbacks.report.render import details_to_text
-from compile_callbacks.report.report import CompileReport, ExportReport
+from compile_callbacks.report.report import CompileReport
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -133,45 +133,27 @@ def write_report(trainer: Trainer, report: CompileReport, exception: BaseExcepti
 
 
 @rank_zero_only
-def log_scalars(loggers: Sequence[Logger], scalars: Mapping[str, float], step: int) -> None:
-    """Log scalars, and with TensorBoard a layout of charts for them, unless the run has a layout."""
-    for logger in loggers if scalars else ():
-        with _warn_if_it_fails(logger):
-            logger.log_metrics(metrics=dict(scalars), step=step)
-            if _writes_tensorboard(logger) and _first_time("layout", logger):
-                _add_layout_if_none(logger)
-
-
-@rank_zero_only
-def log_summary(
+def log(
     loggers: Sequence[Logger],
-    report: CompileReport,
     step: int,
-    recorded_graphs: Sequence[RecordedGraph] = (),
+    scalars: Mapping[str, float],
+    texts: Mapping[str, str] = MappingProxyType({}),
+    report: CompileReport | None = None,
 ) -> None:
-    """Log the whole report to TensorBoard: text and images."""
-    for logger in loggers if report.has_figures else ():
-        with _warn_if_it_fails(logger):
-            if _writes_tensorboard(logger):
-                _add_text(logger, "compile_report", f"{report}\n\n{details_to_text(report.phases)}", step)
-                _add_plot(logger.experiment, report, step)
-                for graph in recorded_graphs:
-                    _add_text(logger, f"graphs/{graph.title}", graph.text, step)
-
-
-@rank_zero_only
-def log_export(loggers: Sequence[Logger], report: ExportReport, step: int) -> None:
-    """Log the figures of an export, and with TensorBoard its table."""
+    """Log scalars. TensorBoard also gets texts, a report and its plot, and a layout of charts if the run has none."""
     for logger in loggers:
         with _warn_if_it_fails(logger):
-            if scalars := report.scalars():
-                logger.log_metrics(metrics=scalars, step=step)
-            if _writes_tensorboard(logger):
-                _add_text(logger, "export_report", str(report), step)
-
-
-def _add_text(logger: TensorBoardLogger, tag: str, text: str, step: int) -> None:
-    logger.experiment.add_text(tag, textwrap.indent(text, "    "), step)  # indented text is code in Markdown
+            if scalars:
+                logger.log_metrics(metrics=dict(scalars), step=step)
+            if not _writes_tensorboard(logger):
+                continue
+            if any(name.startswith("compile/") for name in scalars) and _first_time("layout", logger):
+                _add_layout_if_none(logger)
+            if report is not None and report.has_figures:
+                _add_plot(logger.experiment, report, step)
+                texts = {"compile_report": f"{report}\n\n{details_to_text(report.phases)}", **texts}
+            for tag, text in texts.items():  # indented text is code in Markdown
+                logger.experiment.add_text(tag, textwrap.indent(text, "    "), step)
 
 
 def _writes_tensorboard(logger: Logger) -> TypeGuard[TensorBoardLogger]:
