@@ -40,8 +40,12 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if depth and left[0] > 0:
         if isinstance(value, (list, tuple)):
-            signatures = tuple(_signature_of(item, left, depth - 1) for item in _while_left(value, left))
-            return signatures if len(signatures) == len(value) else (*signatures, len(value))
+            signatures = []
+            for item in value:  # without a generator, because each timed step needs the signature of its batch
+                if left[0] <= 0:
+                    break
+                signatures.append(_signature_of(item, left, depth - 1))
+            return tuple(signatures) if len(signatures) == len(value) else (*signatures, len(value))
         if (entries := _entries(value)) is not None:
             return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
     return type(value)

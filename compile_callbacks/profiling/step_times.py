@@ -31,7 +31,6 @@ WINDOW_STEPS = 10
 MAX_WINDOWS = 32
 """The number of windows after which a record drops every second window."""
 
-_MAX_SHAPES = 100_000  # the maximum number of hashes of shapes that have occurred
 _MAX_UNREAD = 64  # the number of unread CUDA events after which those that the GPU has passed are read
 
 StepKind = Literal["eager", "compiled"]
@@ -245,11 +244,9 @@ class PhaseTimes:
     def _is_known(self, step: Step, shapes: tuple[tuple[int, ...], ...]) -> bool:
         """Return whether an earlier step of the same kind had these shapes."""
         key = hash((step.variant.name, step.kind, shapes))
-        if not shapes or key in self._shapes:
-            return True
-        if len(self._shapes) < _MAX_SHAPES:
-            self._shapes.add(key)
-        return False
+        is_known = not shapes or key in self._shapes
+        self._shapes.add(key)  # of timed steps only, whose number is limited
+        return is_known
 
     # ------------------------------------------------------------------------------------------ results
 
