@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from unittest import mock
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
 from compile_callbacks.graphs import accuracy
-from compile_callbacks.graphs.verification import Verification
 from tests.support.models import FEATURES, Cosines, mlp
 from tests.support.wrong_passes import WrongBackward, WrongForward
 
@@ -105,7 +105,8 @@ def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_o
     room_for_values = 12 * rows * width * 4
     try:
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room_for_values) / total)
-        net(x).sum().backward()
+        for _ in range(2):  # the second call tries again
+            net(x).sum().backward()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert report_of(net).train.verified == "not compared 1 (no memory)"
@@ -120,15 +121,49 @@ def encoder():
 @pytest.mark.parametrize("phase", ["train", "infer"])
 @pytest.mark.parametrize(("make", "shape"), [(lambda: Cosines(1024), (2**14, FEATURES)), (encoder, (16, 512, 1024))])
 def test_the_estimate_is_at_least_what_a_comparison_takes_and_not_twice_as_much(make, shape, phase):
-    net, x, needed = compile_phases(make().cuda(), verify="raise"), torch.randn(shape, device="cuda"), []
-    with (
-        mock.patch.object(Verification, "_check_memory", lambda self, size, device: needed.append(size)),
-        torch.set_grad_enabled(phase == "train"),
-    ):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        net(x)
-    taken = torch.cuda.max_memory_allocated() - before
-    assert getattr(report_of(net), phase).verified == "equal 1"
-    assert taken <= needed[0] <= 2 * taken + accuracy.COMPARISON_BYTES
-    restore(net)
+    x = torch.randn(shape, device="cuda")
+
+    def verified(free, calls):
+        net = compile_phases(make().cuda(), verify="raise")
+        with mock.patch("compile_callbacks.graphs.verification.free_memory", return_value=free):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            for _ in range(calls):
+                with torch.set_grad_enabled(phase == "train"):
+                    net(x)
+        report = report_of(net)
+        restore(net)
+        return getattr(report, phase).verified, torch.cuda.max_memory_allocated() - before
+
+    verdict, taken = verified(None, 1)
+    assert verdict == "equal 1"
+    assert verified(taken - 1, 2)[0] == "not compared 1 (no memory)"
+    assert verified(2 * taken + accuracy.COMPARISON_BYTES, 1)[0] == "equal 1"
+
+
+class Attention(nn.Module):
+    def __init__(self, written_out):
+        super().__init__()
+        self.project, self.written_out = nn.Linear(64, 192), written_out
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        if not self.written_out:
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+
+def test_wrong_gradients_of_torch_are_found():
+    """torch 2.11 computes wrong gradients of attention that is written out, if a fused one was compiled before it."""
+    x = torch.randn(2, 48, 64, device="cuda", requires_grad=True)
+    for written_out, enabled in ((False, False), (False, True), (True, False), (True, True)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        module = Attention(written_out).cuda()
+        exact = torch.autograd.grad(copy.deepcopy(module).double()(x.double()).square().mean(), x)[0]
+        compile_phases(module)
+        with torch.autocast("cuda", torch.bfloat16, enabled=enabled), warnings.catch_warnings(action="ignore"):
+            output = module(x)
+        (gradient,) = torch.autograd.grad(output.float().square().mean(), x)
+        restore(module)
+        assert (gradient - exact).norm() < 0.02 * exact.norm()
