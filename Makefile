@@ -4,6 +4,7 @@
 # make test-slow: tests of several processes, of an empty cache, and others that take many seconds
 # make test-oldest: what depends on torch or Lightning, on their oldest versions that are supported
 # make test-newest-python: unit tests and a few fits on the newest Python of this machine
+# make test-nightly: the tests of workarounds and of private parts of torch, on torch's newest pre-release
 # make test-random: 200 random modules, each trained with the callback and without
 # make test-models: small models of other packages, each trained with the callback and without
 # make examples: every example in a short form
@@ -37,7 +38,7 @@ export UV_HTTP_TIMEOUT ?= 300
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-slow test-oldest test-newest-python test-random test-models examples lint docs dist hooks clean
+.PHONY: help demo test test-fast test-slow test-oldest test-newest-python test-nightly test-random test-models examples lint docs dist hooks clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -69,6 +70,17 @@ test-newest-python: $(INSTALLED)
 	@if [ -z "$(NEWEST)" ]; then echo "skipped: this machine has no Python newer than 3.11"; \
 	else $(MAKE) --no-print-directory $(INSTALLED_NEWEST) && \
 	$(BIN_NEWEST)/python $(PYTEST) -m "not slow" tests/unit tests/cases/test_values.py $(ARGS); fi
+
+# The package index of a machine may have no nightly builds. Nothing is left of an environment that could not be made.
+NIGHTLY_INDEX ?= https://download.pytorch.org/whl/nightly/cpu
+
+test-nightly: $(INSTALLED)
+	@if $(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-nightly \
+	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --prerelease allow torch torchvision \
+		--index $(NIGHTLY_INDEX) --index-strategy unsafe-best-match \
+	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --editable '.[examples,plot]' --group dev; \
+	then .venv-nightly/bin/python $(PYTEST) -m "" tests/compile/test_ports.py tests/compile/test_workarounds.py $(ARGS); \
+	else rm -rf .venv-nightly; echo "skipped: no pre-release of torch can be installed from $(NIGHTLY_INDEX)"; fi
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)
@@ -119,7 +131,7 @@ hooks: $(INSTALLED)
 
 # Logs, checkpoints and compiled code of the examples, in runs, stay.
 clean:
-	rm -rf .venv .venv-oldest .venv-newest-python .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf .venv .venv-oldest .venv-newest-python .venv-nightly .venv-models .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 
 # uv.lock names the version of each package: `uv lock --upgrade` takes newer ones. torch and torchvision come together,
 # from one index: a torchvision beside another build of torch cannot be imported.

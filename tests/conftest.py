@@ -60,6 +60,7 @@ def _fresh_compiler():
     environment = dict(os.environ)
     hooks = _global_hooks()
     yield
+    assert _torch.ports._failures == {}
     assert _global_hooks() == hooks
     assert torch._inductor.config.get_config_copy() == inductor
     assert torch._dynamo.config.get_config_copy() == dynamo

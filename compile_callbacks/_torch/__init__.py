@@ -16,3 +16,5 @@ from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
 from compile_callbacks._torch import modes as modes
 from compile_callbacks._torch import portable_graphs as portable_graphs
+from compile_callbacks._torch import ports as ports
+from compile_callbacks._torch import torch_2_11 as torch_2_11

@@ -7,11 +7,18 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 
 from compile_callbacks._torch.graphs import add_node
+from compile_callbacks._torch.ports import optional
 
-__all__ = ["preserve_versions"]
+
+@optional("versions", lambda: contextlib.nullcontext)
+def preserve_versions() -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
+    """Return a class of context managers in which writes do not raise the version counters of tensors.
+
+    Each call of a graph uses the class, which needs no frame of ours.
+    """
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter
 
 
 def outside_activation_checkpoints() -> contextlib.AbstractContextManager[Any]:
@@ -23,6 +30,7 @@ def outside_activation_checkpoints() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext()
 
 
+@optional("backward", lambda: False)
 def in_backward() -> bool:
     """Return whether the current thread runs a backward pass, in which activation checkpoints call modules again.
 
@@ -31,6 +39,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@optional("backward", lambda: True)
 def saves_through_hooks() -> bool:
     """Return whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
 
@@ -41,14 +50,6 @@ def saves_through_hooks() -> bool:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Sets the grad mode.
-
-Workaround (until `torch.set_grad_enabled` is as fast): it takes 1 µs per call in torch 2.11 to 2.15, and this takes
-0.05 µs.
-"""
 
 
 def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
@@ -76,8 +77,9 @@ def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -
     copy = aten.clone.default if runs_operators else aten.lift_fresh_copy.default
     output: Any = graph.output_node()
     results = list(output.args[0])
-    context = torch._guards.TracingContext.get()
-    for i in range(context.fw_metadata.num_forward, len(results)):  # type: ignore[union-attr]
+    count: int = torch._guards.TracingContext.get().fw_metadata.num_forward  # type: ignore[union-attr]
+    assert 0 < count <= len(results), "torch counts the outputs of a forward graph in another way"
+    for i in range(count, len(results)):
         saved = results[i]
         if not isinstance(saved, torch.fx.Node) or _memory(saved) not in overwritten:
             continue
@@ -93,13 +95,16 @@ def _memory(node: Any) -> object:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
-graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Returns whether the running backward pass keeps its graph (``retain_graph=True``).
+@optional("backward", lambda: True)
+def graph_is_kept() -> bool:
+    """Return whether the running backward pass keeps its graph (``retain_graph=True``).
 
-Workaround (until torch has a public function for this): the function is a private function of torch.
-"""
+    Workaround (until torch has a public function for this): the function calls a private function of torch.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+@optional("backward")
 def overwrite_no_saved_tensors() -> None:
     """Let the backward pass of the graph that AOTAutograd compiles run more than once (``retain_graph=True``).
 
@@ -109,28 +114,3 @@ def overwrite_no_saved_tensors() -> None:
     if the setting is ``True`` when it runs, unless the list is empty instead of missing (2.11 to 2.15).
     """
     torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs = []  # type: ignore[union-attr]
-
-
-def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
-    """Return whether a graph of Dynamo contains a `torch.autograd.Function` that torch captures with wrong gradients.
-
-    Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
-    tensor twice, and the gradient of the first copy gets lost.
-    """
-    if torch.__version__ >= "2.13":
-        return False
-    apply = torch.ops.higher_order.autograd_function_apply
-    return any(
-        _returns_twice(getattr(subgraph, call.args[0].target))
-        for subgraph in graph_module.modules()
-        if isinstance(subgraph, torch.fx.GraphModule)
-        for call in subgraph.graph.find_nodes(op="call_function", target=apply)
-    )
-
-
-def _returns_twice(forward: Any) -> bool:
-    """Return whether two outputs of the captured ``forward`` of an autograd function share their memory."""
-    outputs, _ = forward.graph.output_node().args[0]  # the second entry contains the saved tensors
-    values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
-    memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
-    return len(set(memory)) < len(memory)

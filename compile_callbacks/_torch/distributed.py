@@ -6,7 +6,10 @@ import sys
 
 import torch
 
+from compile_callbacks._torch.ports import optional
 
+
+@optional("dynamo settings", lambda: False)
 def ddp_treatment_is_chosen() -> bool:
     """Return whether the user has set ``optimize_ddp``. The default is ``True``: Dynamo splits graphs for DDP."""
     from torch._dynamo import config

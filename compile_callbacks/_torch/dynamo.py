@@ -13,47 +13,43 @@ from typing import Any
 from unittest.mock import patch  # as in Dynamo itself
 
 import torch
-from torch._C import _functorch
-from torch._dynamo import exc as _exc
-from torch._dynamo import maybe_mark_dynamic
 from torch.autograd import forward_ad
 from torch.distributions import Distribution
 
-CONTROL_FLOW = (_exc.RestartAnalysis, _exc.SkipFrame, *_exc.exceptions_allowed_to_be_fallback)
-"""Exceptions of Dynamo that pass through a backend without being failures. The last of them request a graph break."""
+from compile_callbacks._torch import ports, torch_2_11
+from compile_callbacks._torch.graphs import is_wrapper_subclass
+from compile_callbacks._torch.ports import optional
 
 SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
-"""Whether two configs of one code object share a ``recompile_limit``. Workaround (torch<2.13): newer versions have
-separate limits."""
+"""Whether two configs of one code object share a ``recompile_limit``, as before torch 2.13."""
 
 
-def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
-    """Copy a function with its code object, because Dynamo stores compiled graphs and counts recompiles by code object.
+def control_flow() -> tuple[type[Exception], ...]:
+    """Return exceptions of Dynamo that pass through a backend without being failures. Most request a graph break."""
+    from torch._dynamo import exc
 
-    Workaround (torch<2.13): in later versions, ``torch.compile(isolate_recompiles=True)`` does the same.
-    """
-    code = function.__code__.replace(co_name=name)
-    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return exc.RestartAnalysis, exc.SkipFrame, *exc.exceptions_allowed_to_be_fallback
 
 
+@optional("dynamo settings", lambda: True)
 def validate_arguments(validates: bool) -> bool:
     """Switch the argument validation of ``torch.distributions``, which breaks graphs, and return whether it was on.
 
     The first ``torch.compile`` of a process also switches it off. ``cache_clear`` lets the user's next one do so.
     """
-    from torch._dynamo.eval_frame import TorchPatcher
-
     before = Distribution._validate_args
     Distribution.set_default_validate_args(validates)
-    TorchPatcher.patch.cache_clear()
+    torch._dynamo.eval_frame.TorchPatcher.patch.cache_clear()
     return before
 
 
 @contextlib.contextmanager
-def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks: bool, frozen: bool) -> Iterator[None]:
+def trace_settings(
+    asked: Mapping[str, Any], *, limit_factor: int, guards_hooks: bool, frozen: bool
+) -> Iterator[Sequence[str]]:
     """Within the ``with`` block, Dynamo traces with the ``asked`` settings, and with these.
 
-    torch holds its compile lock, so threads wait.
+    torch holds its compile lock, so threads wait. Yields the list of `frames_with_constant_draws`.
 
     - ``recompile_limit`` is multiplied by ``limit_factor``.
     - Hooks of modules get guards if ``guards_hooks``. By default, Dynamo does not notice the first hook of a module.
@@ -63,12 +59,6 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
       ``options={"freezing": True}``. This is safe, because `WeightWatch` checks frozen weights.
     - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
       target. The user's code does not cause this warning.
-
-    Workaround (torch<2.12): this function also disables two settings. With
-    ``skip_tensor_guards_with_matching_dict_tags``, torch skips the guards on the weights of a module if the dictionary
-    of the weights is unchanged. torch then does not notice a new ``requires_grad``, a new dtype set through ``.data``,
-    and a buffer that is an input and changes in the call. With ``use_recursive_dict_tags_for_guards``, torch does not
-    notice the first parameter of a module. docs/reference/limits.md has the cost of all guards.
     """
     from torch._dynamo import config
     from torch._inductor import config as inductor_config
@@ -77,53 +67,46 @@ def trace_settings(asked: Mapping[str, Any], *, limit_factor: int, guards_hooks:
     settings |= asked
     if guards_hooks:
         settings["skip_nnmodule_hook_guards"] = False
-    if torch.__version__.startswith("2.11.") and not frozen:
-        shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
-        settings |= dict.fromkeys(shortcuts, False)
+    settings |= torch_2_11.trace_settings(frozen=frozen)
+    for name in [name for name in settings if not hasattr(config, name)]:
+        ports.note("dynamo settings", AttributeError(f"there is no torch._dynamo.config.{name}"))
+        del settings[name]
     with contextlib.ExitStack() as stack:
         stack.enter_context(config.patch(settings))
-        stack.enter_context(without_odd_gradients())
+        if torch_2_11.IS_2_11 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            stack.enter_context(ports.optional_block("odd gradients", without_odd_gradients))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
         if frozen:
             stack.enter_context(inductor_config.patch(freezing=True))
-        yield
+        yield stack.enter_context(ports.optional_block("constant draws", frames_with_constant_draws, ()))
 
 
-def recompile_limit() -> int:
-    """Return the maximum number of graphs that torch compiles for the code of one function."""
-    from torch._dynamo import config
-
-    return int(config.recompile_limit)
-
-
-# Each call of a target compares the next three values. As methods of C objects, they need no Python frame.
+# Each call of a target compares these values. As methods of C objects, they need no Python frame.
 
 hooks_registered: Callable[[], int] = functools.partial(
     operator.attrgetter("next_id"), torch.utils.hooks.RemovableHandle
 )
 """Returns a number that increases with each hook on any module or tensor of the process."""
 
-transforms: Callable[[], Any] = _functorch.peek_interpreter_stack
-"""Returns the innermost transform of `torch.func`, or ``None``.
 
-Workaround (until torch has a public function for transforms).
-"""
+@optional("modes", lambda: (lambda: None, lambda: -1))
+def transform_checks() -> tuple[Callable[[], Any], Callable[[], int]]:
+    """Return two functions: for the innermost transform of `torch.func`, and for the level of forward-mode AD.
 
-forward_ad_level: Callable[[], int] = functools.partial(operator.attrgetter("_current_level"), forward_ad)
-"""Returns the level of forward-mode AD, which is -1 outside of it.
+    Without them, the first is ``None`` and the second is -1.
 
-Workaround (until torch has a public function for the level).
-"""
+    Workaround (until torch has public functions for transforms and for the level).
+    """
+    level = functools.partial(operator.attrgetter("_current_level"), forward_ad)
+    level()
+    return torch._C._functorch.peek_interpreter_stack, level
 
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode AD is active. Dynamo does not compile within them."""
-    return transforms() is not None or forward_ad_level() >= 0
-
-
-is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Returns whether ``torch.jit.trace`` is running, as ``torch.jit.is_tracing`` does, but 0.2 µs faster."""
+    transform, level = transform_checks()
+    return transform() is not None or level() >= 0
 
 
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
@@ -144,13 +127,12 @@ def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:
     Workaround (torch<2.12): for gradients of tensor subclasses, Dynamo fails with "Expected SubclassSymbolicContext".
     """
     from torch._subclasses import meta_utils
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     safe_grad = meta_utils.safe_grad
 
     def plain_grad(tensor: Any) -> Any:
         grad = safe_grad(tensor)
-        odd = grad is not None and (grad.shape != tensor.shape or is_traceable_wrapper_subclass(grad))
+        odd = grad is not None and (grad.shape != tensor.shape or is_wrapper_subclass(grad))
         return None if odd else grad
 
     return patch.object(meta_utils, "safe_grad", plain_grad)
@@ -181,16 +163,6 @@ def frames_with_constant_draws() -> Iterator[list[str]]:
         handle.remove()
 
 
-def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
-    """Return whether a graph of Dynamo ends because the code calls `torch.autograd.grad`.
-
-    Workaround (torch<2.13): older versions compile the code before such a call as a graph, whose gradient cannot be
-    differentiated. Later versions compile none of it, or trace the call.
-    """
-    reason = getattr(getattr(graph_module, "compile_subgraph_reason", None), "reason", "")
-    return "`torch.autograd.grad`" in reason
-
-
 def error_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, including errors that Dynamo and Inductor have wrapped."""
     seen: set[int] = set()
@@ -204,11 +176,13 @@ def error_chain(error: BaseException) -> Iterator[BaseException]:
         open_ += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
 
 
+@optional("dynamo settings", lambda: False)
 def is_disabled() -> bool:
     """Return whether ``TORCH_COMPILE_DISABLE=1`` disables ``torch.compile``."""
     return torch._dynamo.config.disable
 
 
+@optional("compiled modules", lambda: False)
 def is_dynamo_wrapper(module: object) -> bool:
     """Return whether ``torch.compile(module)`` returned this object."""
     return isinstance(module, torch._dynamo.OptimizedModule)
@@ -226,6 +200,11 @@ def unwrap_dynamo(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def has_call_slot() -> bool:
+    """Return whether the call of a module looks for compiled code in ``_compiled_call_impl``."""
+    return hasattr(torch.nn.Module, "_compiled_call_impl")
+
+
 def compiled_in_place(wrapper: torch.nn.Module) -> torch.nn.Module:
     """Return the original module of an object that ``torch.compile(module)`` returned, compiled in place.
 
@@ -240,13 +219,14 @@ def compiled_in_place(wrapper: torch.nn.Module) -> torch.nn.Module:
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")  # torch 2.15 added the second
 
 
+@optional("dynamic inputs", lambda: lambda: None)
 def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable[[], None]:
     """Mark dimensions as dynamic for the next compile. Return a function that removes the marks.
 
     If a mark remained, torch would recompile for the same tensor. Torch specializes a dimension if the code needs it.
     """
     marked = [each for each in (tensor, *_inner_tensors(tensor)) if not any(hasattr(each, name) for name in _MARKS)]
-    maybe_mark_dynamic(tensor, list(dimensions))
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
 
     def unmark() -> None:
         for each in marked:
@@ -258,9 +238,9 @@ def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors within a traceable wrapper subclass, because torch marks them, too."""
-    if not torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    if not is_wrapper_subclass(tensor):
         return []
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
     return [tensor for value in inner for tensor in (value, *_inner_tensors(value))]
 
 

@@ -8,18 +8,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-callback_handler = torch._dynamo.callback.callback_handler
-"""torch's list of functions to call when a compile starts and ends."""
+from compile_callbacks._torch import torch_2_11
+from compile_callbacks._torch.ports import optional
 
-DYNAMO_TRIGGER = torch._dynamo.callback.CallbackTrigger.DYNAMO
-"""The trigger of a compile that begins with tracing, not with a backward pass or the recording of a CUDA graph."""
+
+@optional("compile events", lambda: ([], []))
+def listeners() -> tuple[list[Any], list[Any]]:
+    """Return torch's lists of the functions that it calls when a compile starts and ends.
+
+    ``torch.compiler.reset()`` clears both lists. torch passes on what such a function raises, so none may raise.
+    """
+    handler = torch._dynamo.callback.callback_handler
+    return handler.start_callbacks, handler.end_callbacks
+
+
+def register(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Add two functions to torch's lists."""
+    for functions, function in zip(listeners(), (start, end), strict=True):
+        functions.append(function)
 
 
 def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
     """Remove two functions from torch's lists, unless ``torch._dynamo.reset()`` has already removed them."""
-    for callbacks, function in ((callback_handler.start_callbacks, start), (callback_handler.end_callbacks, end)):
-        if function in callbacks:
-            callbacks.remove(function)
+    for functions, function in zip(listeners(), (start, end), strict=True):
+        if function in functions:
+            functions.remove(function)
 
 
 @contextlib.contextmanager
@@ -27,11 +40,15 @@ def started_compiles() -> Iterator[list[Any]]:
     """Yield a list that grows by one entry for each compile that starts in the ``with`` block."""
     started: list[Any] = []
     listener = started.append
-    callback_handler.register_start_callback(listener)
+    register(listener, _ignore)
     try:
         yield started
     finally:
-        unregister(listener, listener)
+        unregister(listener, _ignore)
+
+
+def _ignore(args: Any) -> None:
+    """Do nothing when a compile ends."""
 
 
 class GraphBreak(NamedTuple):
@@ -42,6 +59,7 @@ class GraphBreak(NamedTuple):
     line: int | None
 
 
+@optional("compile metrics", lambda: ([], 0))
 def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     """Return the graph breaks of this process without the first ``after``, and the number of all graph breaks."""
     reasons = torch._dynamo.utils.graph_break_reasons
@@ -56,15 +74,14 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     return breaks, len(reasons)
 
 
+@optional("compile metrics", lambda: None)
 def recompile_reason() -> str | None:
-    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile.
-
-    For torch older than 2.13, the first compile of a backend for code that another backend compiled is a recompile.
-    """
+    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
-    return reason if isinstance(reason, str) and "BACKEND_MATCH" not in reason else None
+    return reason if isinstance(reason, str) and not torch_2_11.is_first_compile(reason) else None
 
 
+@optional("compile metrics", lambda: None)
 def last_recompile_reason() -> str | None:
     """Return the same for the latest compile that has ended, such as one that the recompile limit ended."""
     return torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
@@ -75,19 +92,27 @@ def compilation_records(seen: set[int]) -> Iterator[tuple[str, int, int, str | N
 
     The metrics of a compile are its id, the cache hits, the cache misses, and the reason for skipping CUDA graphs.
     """
-    for entry in torch._dynamo.utils.get_compilation_metrics():
-        key = entry.start_time_us or id(entry)
-        if key in seen or entry.compile_id is None:
+    for entry in _compilation_metrics():
+        key = getattr(entry, "start_time_us", None) or id(entry)
+        if key in seen or (compile_id := getattr(entry, "compile_id", None)) is None:
             continue
         seen.add(key)
-        hits = entry.aotautograd_local_cache_hit_count or 0
-        misses = entry.aotautograd_local_cache_miss_count or 0
+        hits, misses = (_count(entry, f"aotautograd_local_cache_{kind}_count") for kind in ("hit", "miss"))
         if not hits and not misses:
-            hits = entry.inductor_fx_local_cache_hit_count or 0
-            misses = entry.inductor_fx_local_cache_miss_count or 0
-        yield entry.compile_id, hits, misses, entry.cudagraph_skip_reason
+            hits, misses = (_count(entry, f"inductor_fx_local_cache_{kind}_count") for kind in ("hit", "miss"))
+        yield compile_id, hits, misses, getattr(entry, "cudagraph_skip_reason", None)
 
 
+@optional("compile metrics", list)
+def _compilation_metrics() -> list[Any]:
+    return torch._dynamo.utils.get_compilation_metrics()
+
+
+def _count(entry: Any, name: str) -> int:
+    return getattr(entry, name, None) or 0
+
+
+@optional("compile metrics", lambda: 0)
 def cache_hits() -> int:
     """Return how many graphs this process has loaded from torch's cache."""
     return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])

@@ -1,57 +1,11 @@
-"""Wraps ``torch.export`` and AOTInductor packages."""
+"""Wraps AOTInductor packages."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
-
-
-@contextlib.contextmanager
-def own_warnings_off() -> Iterator[None]:
-    """Ignore torch's warnings about its own code within the ``with`` block.
-
-    Workaround (torch<2.12): torch warns about its own use of ``LeafSpec``, and about buffers that it only reads.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
-        yield
-
-
-def export_program(
-    module: torch.nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Any,
-    signature: inspect.Signature,
-) -> Any:
-    """Call ``torch.export.export`` for a module whose ``forward`` may take ``**kwargs``.
-
-    Workaround (torch<2.12): ``torch.export.export`` fails with an assertion on dynamic shapes of keyword arguments that
-    the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
-    graph at each assignment of a buffer.
-    """
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks
-    hooks_before = set(hooks)
-
-    @functools.wraps(module.forward)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    named.__signature__ = signature  # type: ignore[attr-defined]
-    try:
-        with patch.object(module, "forward", named):
-            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-    finally:
-        for hook in set(hooks) - hooks_before:
-            del hooks[hook]
 
 
 def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
@@ -66,18 +20,14 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
     """Load an AOTInductor package as a function of its input tensors, in the order of the export.
 
     torch documents ``torch._inductor.aoti_load_package`` for this. The loaded function parses two tree specs in each
-    call, which takes longer than a small model. Our function parses the spec of the outputs once, and needs no spec of
-    the inputs. With an empty cache, torch's function also compiles programs to find the processor's instructions.
+    call, which takes longer than a small model, and compiles programs to find the processor's instructions. Without a
+    compiler it logs that the package may not fit the processor.
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
     loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     outputs = treespec_loads(loader.get_call_spec()[1])
-
-    def run(tensors: list[torch.Tensor]) -> Any:
-        return tree_unflatten(loader.boxed_run(tensors), outputs)
-
-    return run
+    return lambda tensors: tree_unflatten(loader.boxed_run(tensors), outputs)
 
 
 RUN_PACKAGE = """
@@ -95,8 +45,4 @@ torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, -1).boxed_run(
 if torch.accelerator.is_available():
     torch.accelerator.synchronize()
 """
-"""A script for ``python -P`` that runs an AOTInductor package once, on input tensors in a file.
-
-The script calls the loader of `torch._inductor.aoti_load_package` directly (torch 2.11 to 2.15), because importing
-Inductor takes seconds.
-"""
+"""A script for ``python -P`` that runs an AOTInductor package once, on input tensors in a file."""

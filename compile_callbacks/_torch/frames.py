@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
-from torch._C._dynamo import eval_frame as _eval_frame
-from torch._dynamo import exc as _exc
-from torch._dynamo.convert_frame import CatchErrorsWrapper
-from torch._dynamo.types import ConvertFrameReturn
 
+from compile_callbacks._torch import ports
 from compile_callbacks._torch.dynamo import SHARES_RECOMPILE_LIMIT
-
-_SKIP: Any = _eval_frame._FrameAction.SKIP
-_EAGER: Any = _eval_frame._FrameExecStrategy(_SKIP, _SKIP)  # the frame, and the frames beneath it
-_NEVER_SUPPRESSED = tuple(
-    getattr(_exc, name)
-    for name in ("UncapturedHigherOrderOpError", "CompileOnOneRankUnsupported", "ResumePrologueTracingError")
-    if hasattr(_exc, name)  # torch 2.15 added the second
-)
 
 
 class Frame(NamedTuple):
@@ -37,17 +26,21 @@ class Frame(NamedTuple):
 
 def run_frame_eagerly() -> Any:
     """Return the result with which torch runs a frame and all frames beneath it eagerly, this time."""
-    return ConvertFrameReturn(frame_exec_strategy=_EAGER, apply_to_code=False)
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+    from torch._dynamo.types import ConvertFrameReturn
+
+    eager = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and the frames beneath it
+    return ConvertFrameReturn(frame_exec_strategy=eager, apply_to_code=False)
 
 
 def skip_frame() -> Any:
     """Return the result with which torch runs a frame eagerly from now on, and converts the frames beneath it."""
-    return ConvertFrameReturn()
+    return torch._dynamo.types.ConvertFrameReturn()
 
 
 def skipped(result: Any) -> str | None:
     """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
-    if result.guarded_code is not None or result.frame_exec_strategy.cur_action != _SKIP:
+    if result.guarded_code is not None or result.frame_exec_strategy.cur_action.name != "SKIP":
         return None
     reason = getattr(result, "skip_reason", None) or "torch skips its code"  # before torch 2.13, torch only logs it
     return "torch finds no tensor operation in its code" if "No ops traced" in reason else reason
@@ -74,33 +67,32 @@ def compile_function(
     setting ``suppress_errors`` has no effect on these frames: torch would run a frame on which ``around`` failed.
 
     Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
+
+    Raises:
+        ports.MissingPortError: If torch has changed the conversion of frames.
     """
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
-    wrap = _Conversion if fullgraph else _ConvertFrame
-    context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
-    if torch.distributed.is_available() and not splits_for_ddp:
-        context.callback.__class__ = _OutsideDDP
-    compiled: Callable[..., Any] = context(function)
+    wrap = functools.partial(_Conversion if fullgraph else _ConvertFrame, splits_for_ddp=splits_for_ddp)
+    with ports.essential("frames"):
+        (
+            run_frame_eagerly(),
+            skip_frame(),
+            torch._dynamo.exc.Unsupported,
+            torch._dynamo.exc.UserError,
+        )  # are needed later
+        context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
+        context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
+        compiled: Callable[..., Any] = context(function)
     return compiled
-
-
-class _OutsideDDP(CatchErrorsWrapper):
-    """Converts frames as if no `DistributedDataParallel` were around them.
-
-    Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``): within DDP's forward, Dynamo splits each
-    graph, so that DDP can reduce gradients earlier. It even splits graphs without a backward pass.
-    """
-
-    def __call__(self, *arguments: Any) -> Any:
-        with patch.object(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None):
-            return super().__call__(*arguments)
 
 
 class _Conversion:
     """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
 
-    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
+    def __init__(
+        self, convert: Any, around: Callable[[Frame], Any], *, splits_for_ddp: bool, fullgraph: bool = True
+    ) -> None:
+        self._splits_for_ddp = splits_for_ddp
         self._convert = convert
         self._around = around
         self._fullgraph = fullgraph
@@ -108,8 +100,15 @@ class _Conversion:
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
 
     def _clone_with_backend(self, backend: Any) -> _Conversion:
-        """Return the clone that torch uses for DDP's optimizer."""
-        return type(self)(self._convert._clone_with_backend(backend), self._around)
+        """Return the clone with which Dynamo splits a graph within DDP's forward, or the same object.
+
+        With the splits, DDP can reduce gradients earlier, but Dynamo even splits graphs without a backward pass.
+
+        Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``).
+        """
+        if not self._splits_for_ddp:
+            return self
+        return type(self)(self._convert._clone_with_backend(backend), self._around, splits_for_ddp=True)
 
     def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
         def convert() -> Any:
@@ -117,8 +116,8 @@ class _Conversion:
             return self._convert(frame, *arguments, skip=skip + 4)
 
         def is_graph_break(error: Exception) -> bool:
-            breaks = isinstance(error, (_exc.Unsupported, _exc.UserError)) and not isinstance(error, _NEVER_SUPPRESSED)
-            return breaks and not (self._fullgraph or self._box.error_on_graph_break)  # type: ignore[union-attr]
+            breaks = isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError))
+            return breaks and not (self._fullgraph or getattr(self._box, "error_on_graph_break", None))
 
         return self._around(Frame(frame.f_code, convert, is_graph_break))
 
@@ -126,9 +125,11 @@ class _Conversion:
 class _ConvertFrame(_Conversion):
     """Dynamo's ``ConvertFrame``, with a `_Conversion` in it."""
 
-    def __init__(self, convert: Any, around: Callable[[Frame], Any]) -> None:
-        convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
-        super().__init__(convert, around, fullgraph=False)
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, splits_for_ddp: bool) -> None:
+        convert._inner_convert = _Conversion(
+            convert._inner_convert, around, splits_for_ddp=splits_for_ddp, fullgraph=False
+        )
+        super().__init__(convert, around, splits_for_ddp=splits_for_ddp, fullgraph=False)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         with torch._dynamo.config.patch(suppress_errors=False):

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from compile_callbacks._torch.ports import optional
+
 
 def copy_of_graph(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Copy a graph module, with the metadata that AOTAutograd needs to compile the copy."""
@@ -155,9 +157,21 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
     return ""
 
 
+@optional("comparison", lambda: False)
 def are_fake(values: Sequence[Any]) -> bool:
     """Return whether a call only propagates shapes."""
     return any(isinstance(value, torch._subclasses.FakeTensor) for value in values)
+
+
+def address_type(value: object) -> str | None:
+    """Return Dynamo's mark on a tensor that keeps its address, such as a weight or a buffer."""
+    return getattr(value, "_dynamo_static_input_type", None)
+
+
+@optional("comparison", lambda: True)
+def is_wrapper_subclass(value: object) -> bool:
+    """Return whether a value is a tensor subclass that torch can trace, because it consists of other tensors."""
+    return torch.utils._python_dispatch.is_traceable_wrapper_subclass(value)
 
 
 class GraphFacts(NamedTuple):
@@ -177,7 +191,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     The grad mode must be the one of the capture, because a graph may contain a gradient (`torch.func.grad`).
     AOTAutograd does not report which inputs a graph writes if the compiled graph comes from its cache.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,7 +244,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not isinstance(operator, torch._ops.OpOverload):  # a higher-order operator, such as the call of a Triton kernel
+    if not isinstance(operator, OPERATOR_TYPES):  # a higher-order operator, such as the call of a Triton kernel
         return () if "flex_attention" in operator.name() else (args, kwargs)
     arguments = operator._schema.arguments
     written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
@@ -277,7 +291,7 @@ def add_node(
     kwargs = dict(kwargs or {})
     node = graph.call_function(target, tuple(arguments), kwargs)
     values, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    fake_mode = torch._guards.detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    fake_mode = next((value.fake_mode for value in tree_leaves((values, keywords)) if are_fake([value])), None)
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         node.meta["val"] = target(*values, **keywords)
     return node
@@ -291,5 +305,5 @@ def is_decomposed(target: Any) -> bool:
     return target in decompositions and target not in lowerings
 
 
-OPERATOR_TYPES: tuple[type, ...] = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+OPERATOR_TYPES: tuple[Any, ...] = (type(torch.ops.aten.mul.Tensor), type(torch.ops.aten.mul))
 """The types of ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 import time
 import traceback
@@ -15,12 +14,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._inductor import custom_graph_pass as _custom_graph_pass
 
-from compile_callbacks._torch import autograd
+from compile_callbacks._torch import autograd, graphs, ports, torch_2_11
+from compile_callbacks._torch.ports import optional
+
+_MODES = "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 
 
-def mode_names() -> list[str]:
+@optional("settings", lambda: _MODES)
+def mode_names() -> Sequence[str]:
     """Return the modes of the installed torch."""
     return list(torch._inductor.list_mode_options())
 
@@ -28,23 +30,26 @@ def mode_names() -> list[str]:
 @functools.cache
 def option_names() -> frozenset[str]:
     """Return the Inductor options of the installed torch."""
-    return frozenset(torch._inductor.list_options())
+    return frozenset(settings().get_config_copy())
 
 
-def option_type(name: str) -> Any:
-    """Return the annotated type of an Inductor option."""
+def settings() -> Any:
+    """Return the module with the values that the process has set for Inductor's options, and with their types."""
     from torch._inductor import config
 
-    return config.get_type(name)  # type: ignore[attr-defined]
+    return config
 
 
-def option_value(name: str) -> Any:
-    """Return the value of an Inductor option that the process has set, or its default."""
-    from torch._inductor import config
+@optional("settings", lambda: False)
+def has_triton(*, tma_device: torch.device | None = None) -> bool:
+    """Return whether Triton works, and with ``tma_device``, whether it uses a Tensor Memory Accelerator there."""
+    from torch.utils import _triton
 
-    return getattr(config, name)
+    has_tma = tma_device is not None and torch.cuda.get_device_capability(tma_device) >= (9, 0)
+    return _triton.has_triton() if tma_device is None else has_tma and _triton.has_triton_tma_device()
 
 
+@optional("settings", lambda: False)
 def has_cutlass() -> bool:
     """Return whether Inductor finds the CUTLASS library."""
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
@@ -52,6 +57,7 @@ def has_cutlass() -> bool:
     return bool(try_import_cutlass())
 
 
+@optional("settings", dict)
 def options_of_mode(name: str) -> dict[str, Any]:
     """Return the Inductor options that a mode of ``torch.compile`` sets."""
     return dict(torch._inductor.list_mode_options(name))
@@ -75,31 +81,14 @@ def import_inductor() -> float:
     return time.perf_counter() - started
 
 
-def collect_unused_code() -> None:
-    """Free compiled code that nothing calls any more, with its frozen weights and its CUDA graphs.
-
-    Generated code has reference cycles, so only Python's garbage collector frees it. Steps that allocate few objects
-    may never start the collector.
-    """
-    gc.collect()
-
-
 def start_compile_processes() -> None:
     """Start Inductor's processes that compile Triton kernels, as ``backend="inductor"`` does at its first graph.
 
     Until they have started, Inductor compiles kernels one after another.
     """
-    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+    from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
-    AsyncCompile.wakeup()
-
-
-def compile_processes() -> int:
-    """Return the number of processes in which Inductor may compile kernels, which the user can set."""
-    from torch._inductor import config
-
-    return config.compile_threads or 1
 
 
 def compile_graph(
@@ -116,8 +105,6 @@ def compile_graph(
 
     ``compile_by`` replaces ``compile_fx``.
 
-    As ``torch.compile`` does, the function sets the environment variables that CUDA graphs need.
-
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
@@ -125,10 +112,12 @@ def compile_graph(
     memory. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it
     needs, and with the seconds that Inductor took for it.
     """
-    from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner, cudagraphify
+    with ports.essential("inductor"):
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    options = torch._TorchCompileInductorWrapper(None, dict(options), None).config
+    if options.get("triton.cudagraphs"):
+        torch.compile(lambda: None, options=dict(options))  # sets the environment variables that CUDA graphs need
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
@@ -136,9 +125,11 @@ def compile_graph(
         settings["donated_buffer"] = False
 
     def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        is_backward = bool(kwargs.get("is_backward"))
-        if not is_backward and not kwargs.get("is_inference"):
-            inputs = graph.graph.find_nodes(op="placeholder")
+        is_backward, inputs = bool(kwargs.get("is_backward")), graph.graph.find_nodes(op="placeholder")
+        is_inference = bool(kwargs.get("is_inference"))
+        if has_passes:
+            _check_input_names(inputs, is_backward=is_backward, is_inference=is_inference)
+        if not is_backward and not is_inference:
             autograd.save_copies(graph, buffers if len(inputs) == count else ())
             if keeps_graph:
                 autograd.overwrite_no_saved_tensors()
@@ -148,20 +139,28 @@ def compile_graph(
             on_backward_lowered(_saved_bytes(graph), time.perf_counter() - started)
         return code
 
+    has_passes = any("custom" in name and value is not None for name, value in options.items())
     count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs
     buffers = [
         i
         for i, value in enumerate(example_inputs)
-        if torch._dynamo.utils.get_static_address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
+        if graphs.address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
     ]
-    with_switch = functools.partial(_cudagraphify_with_switch, cudagraphify)
     # The tag prevents that the cache returns code that was compiled without these changes.
-    options = tagged(options, f"{autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
-    with functorch_config.patch(settings), patch("torch._inductor.compile_fx.cudagraphify", with_switch):
-        compiler = compile_by or compile_fx
+    options = tagged(options, f"{torch_2_11.autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
+    with functorch_config.patch(settings), ports.optional_block("CUDA graphs", _switchable_cuda_graphs):
+        compiler: Any = compile_by or compile_fx
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
 
+def _check_input_names(inputs: Sequence[torch.fx.Node], *, is_backward: bool, is_inference: bool) -> None:
+    """Raise an error if the names of a graph's inputs do not tell its kind, which passes at some hooks need."""
+    names = {node.name.partition("_")[0] for node in inputs}
+    if ("tangents" in names, names.isdisjoint({"primals", "tangents"})) != (is_backward, is_inference):
+        raise RuntimeError(f"torch {torch.__version__} names the inputs of a graph in another way: {sorted(names)}")
+
+
+@optional("compile metrics", lambda: 0)
 def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     """Return the memory of the activations that a backward graph needs, without the inputs of the forward graph."""
     nodes = backward_graph.graph.find_nodes(op="placeholder")
@@ -174,20 +173,6 @@ def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     return total
 
 
-def draws_as_eager(options: Mapping[str, Any]) -> bool:
-    """Return whether compiled code draws the same random numbers as eager code."""
-    from torch._inductor import config
-
-    return bool(options.get("fallback_random", config.fallback_random))
-
-
-def eager_random_numbers() -> Any:
-    """Return a context manager in which each compile draws the random numbers of eager code."""
-    from torch._inductor import config
-
-    return config.patch(fallback_random=True)
-
-
 def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """Return options of Inductor with a tag, which is a part of the keys of torch's caches for graphs.
 
@@ -197,21 +182,9 @@ def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
     have the setting (torch 2.11 and 2.15). So each warm start would benchmark its kernels again. When they have
     it, use that setting instead.
     """
-    from torch._inductor import config
-
     name = "unsafe_marked_cacheable_functions"
-    functions = {**getattr(config, name), **options.get(name, {}), "compile_callbacks tag": tag}
+    functions = {**getattr(settings(), name), **options.get(name, {}), "compile_callbacks tag": tag}
     return {**options, name: functions}
-
-
-def autocast_state() -> str:
-    """Return the enabled autocast, by device, as a tag for the cache.
-
-    Workaround (torch<2.12): AOTAutograd's key contains whether autocast is enabled, but not its dtype. The cache would
-    return a graph for bfloat16 under float16.
-    """
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
 
 
 def cache_folder() -> Path:
@@ -222,30 +195,33 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def generated_with_constants() -> Iterator[list[types.ModuleType]]:
-    """Yield a list of the Python modules with constants, such as frozen weights, that Inductor generates in the block.
+def code_is_freed() -> Iterator[None]:
+    """Within the ``with`` block, Inductor keeps no Python module with constants, such as frozen weights.
 
-    Inductor keeps each module that it has loaded. Graphs share the modules without constants.
+    By default, it keeps each module that it has loaded. Graphs share the modules without constants.
     """
-    from torch._inductor.codecache import PyCodeCache
-
-    before, generated = len(PyCodeCache.modules), list[types.ModuleType]()
+    before = set(map(id, _modules_with_constants()))
     try:
-        yield generated
+        yield
     finally:
-        shared = set(map(id, PyCodeCache.modules_no_attr.values()))
-        generated += [module for module in PyCodeCache.modules[before:] if id(module) not in shared]
+        _forget([module for module in _modules_with_constants() if id(module) not in before])
 
 
-def forget_generated(modules: Sequence[types.ModuleType]) -> None:
-    """Remove modules of `generated_with_constants` from Inductor's list, so that Python can free them."""
+@optional("generated code", list)
+def _modules_with_constants() -> list[types.ModuleType]:
     from torch._inductor.codecache import PyCodeCache
 
-    gone = set(map(id, modules))
-    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
+    shared = set(map(id, PyCodeCache.modules_no_attr.values()))
+    return [module for module in PyCodeCache.modules if id(module) not in shared]
+
+
+@optional("generated code")
+def _forget(modules: Sequence[types.ModuleType]) -> None:
+    from torch._inductor.codecache import PyCodeCache
+
     for module in modules:
-        if sys.modules.get(module.__name__) is module:
-            del sys.modules[module.__name__]
+        PyCodeCache.modules.remove(module)
+        sys.modules.pop(module.__name__, None)
 
 
 def is_from_compiled_code(error: BaseException) -> bool:
@@ -272,13 +248,20 @@ def without_cuda_graphs() -> Iterator[None]:
         _cuda_graphs.run = True
 
 
-def _cudagraphify_with_switch(
-    cudagraphify: Callable[..., Any], code: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Callable[..., Any]:
-    graphed = cudagraphify(code, *args, **kwargs)
-    return lambda inputs: graphed(inputs) if _cuda_graphs.run else code(inputs)
+def _switchable_cuda_graphs() -> Any:
+    """Within the ``with`` block, compile code whose CUDA graphs `without_cuda_graphs` can switch off."""
+    from torch._inductor import compile_fx
+
+    cudagraphify = compile_fx.cudagraphify
+
+    def with_switch(code: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        graphed = cudagraphify(code, *args, **kwargs)
+        return lambda inputs: graphed(inputs) if _cuda_graphs.run else code(inputs)
+
+    return patch.object(compile_fx, "cudagraphify", with_switch)
 
 
+@optional("CUDA graphs", lambda: False)
 def end_failed_warmup(device_index: int) -> bool:
     """Repair the CUDA graphs of a device after the first run of a CUDA graph raised, such as `torch.OutOfMemoryError`.
 
@@ -302,11 +285,19 @@ def end_failed_warmup(device_index: int) -> bool:
     return True
 
 
-TORCH_PASS_TYPES: tuple[type, ...] = (_custom_graph_pass.CustomGraphPass,)
+@optional("graph passes", tuple)
+def pass_types() -> tuple[Any, ...]:
+    """Return torch's classes of graph passes. Passes of the second class get ``is_inference`` (since torch 2.13)."""
+    from torch._inductor import custom_graph_pass
 
-_WITH_FLAG = getattr(_custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return tuple(
+        getattr(custom_graph_pass, name)
+        for name in ("CustomGraphPass", "CustomInferenceAwareGraphPass")
+        if hasattr(custom_graph_pass, name)
+    )
 
-FLAGGED_PASS_TYPES: tuple[Any, ...] = () if _WITH_FLAG is None else (_WITH_FLAG,)
-"""The classes of passes that get ``is_inference`` from torch. Workaround (torch<2.13): there is no such class."""
 
-GRAPH_PASS_BASE: Any = _WITH_FLAG or _custom_graph_pass.CustomGraphPass
+def register_pass_type(of_library: type) -> None:
+    """Let torch treat a class of this library as a class of graph passes."""
+    for kind in pass_types():
+        kind.register(of_library)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from torch._C import _functorch
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch
+
+from compile_callbacks._torch.ports import optional
 
 _DEVICES = ("cpu", "cuda")
-_LEAVE = {
-    _functorch.TransformType.Vmap: _functorch._vmap_decrement_nesting,
-    _functorch.TransformType.Grad: _functorch._grad_decrement_nesting,
-    _functorch.TransformType.Jvp: _functorch._jvp_decrement_nesting,
-    _functorch.TransformType.Functionalize: _functorch._func_decrement_nesting,
-}
-"""Leaves the innermost transform of each kind."""
 
 
 @contextlib.contextmanager
@@ -30,17 +23,13 @@ def restored_after_error() -> Iterator[None]:
 
     Workaround (until torch has public functions for the levels of `torch.func` and forward-mode AD).
     """
-    depth, has_level = _functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
+    leave_transforms = _transforms_left()
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
     grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
     try:
         yield
     except BaseException:
-        while _functorch.get_dynamic_layer_stack_depth() > depth:
-            _LEAVE[_functorch.peek_interpreter_stack().key()]()
-        if not has_level:
-            with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
-                torch._C._exit_dual_level(level=0)
+        leave_transforms()
         torch.set_grad_enabled(grad)
         for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
@@ -48,6 +37,22 @@ def restored_after_error() -> Iterator[None]:
         for _ in range(_autocast_nesting() - nesting):
             torch.autocast_decrement_nesting()
         raise
+
+
+@optional("transform levels", lambda: lambda: None)
+def _transforms_left() -> Callable[[], None]:
+    """Return a function that leaves the transforms and the level of forward AD that are entered from now on."""
+    leave, exit_level = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth, torch._C._exit_dual_level
+    depth, has_level = torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
+
+    def leave_transforms() -> None:
+        with contextlib.suppress(RuntimeError):  # torch 2.11 raises after it has left the last transform
+            leave(depth)
+        if not has_level:
+            with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
+                exit_level(level=0)
+
+    return leave_transforms
 
 
 @contextlib.contextmanager
@@ -70,9 +75,8 @@ def _autocast_nesting() -> int:
     return nesting
 
 
+@optional("modes", str)
 def dispatch_mode() -> str:
     """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
-    # The flag of torch may remain set after two threads have compiled at the same time, so the mode decides.
-    mode = _python_dispatch._get_current_dispatch_mode()
-    active = mode is not None and _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
-    return type(mode).__name__.strip("_") if active else ""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    return "" if mode is None or mode.ignore_compile_internals() else type(mode).__name__.strip("_")

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import attention
 
 from compile_callbacks._torch import graphs
+from compile_callbacks._torch.ports import optional
 
 MAX_CONSTANT_BYTES = 2**20
 """The size up to which a constant of a graph travels. Larger constants are frozen weights or data."""
@@ -35,10 +35,13 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         ),
     ),
     "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
-    "attention": (
-        lambda: [int(kernel) for kernel in attention._cur_sdpa_kernel_backends(with_priority=True)],
-        lambda kernels: attention._sdpa_kernel([attention.SDPBackend(kernel) for kernel in kernels], set_priority=True),
+    "flash_attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    "efficient_attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
     ),
+    "math_attention": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    "cudnn_attention": (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 }
 """How to get and to set each setting of torch that changes compiled code and is not in a config."""
 
@@ -98,13 +101,17 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
     Raises:
         NotPortableError: If the graph must be compiled in this process.
     """
-    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+    try:
+        return _portable_graph(graph_module, inputs)
+    except NotPortableError:
+        raise
+    except Exception as error:  # also if torch has changed what this file needs
+        raise NotPortableError(f"it cannot be pickled: {error}") from error
+
+
+def _portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> PortableGraph:
     from torch.fx._graph_pickler import GraphPickler, Options
 
-    try:
-        check_cacheable(graph_module)
-    except BypassAOTAutogradCache as error:
-        raise NotPortableError(f"torch cannot serialize its compiled code: {error}") from error
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
     symbols: dict[Any, tuple[int, Any]] = {}
@@ -114,10 +121,7 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
         raise NotPortableError("a size is not an input of the graph")
     lean = _without_metadata(graph_module)
     modules = _modules_of_operators(lean)
-    try:
-        data = GraphPickler.dumps(lean, Options(ops_filter=None))
-    except Exception as error:
-        raise NotPortableError(f"it cannot be pickled: {error}") from error
+    data = GraphPickler.dumps(lean, Options(ops_filter=None))
     if b"__main__" in data:
         raise NotPortableError("it contains functions of the script itself (__main__)")
     return PortableGraph(
@@ -147,6 +151,7 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
         return compiled
 
 
+@optional("background")
 def prepare_loading() -> None:
     """Make the next `load` faster. This is for a thread, because it waits for processes.
 
@@ -196,7 +201,7 @@ def _describe(value: Any, fake: Any, symbols: dict[Any, tuple[int, Any]]) -> Any
         requires_grad=value.requires_grad,
         is_leaf=value.is_leaf,
         is_parameter=isinstance(value, torch.nn.Parameter),
-        address=torch._dynamo.utils.get_static_address_type(value),
+        address=graphs.address_type(value),
     )
 
 
@@ -208,8 +213,7 @@ def _expression(value: Any, symbols: dict[Any, tuple[int, Any]]) -> Any:
         shape_env = node.shape_env
         if symbol not in shape_env.backed_var_to_val:
             raise NotPortableError("an input has a size that depends on data")
-        bounds = shape_env.var_to_range[symbol]
-        symbols[symbol] = int(shape_env.backed_var_to_val[symbol]), (bounds.lower, bounds.upper)
+        symbols[symbol] = int(shape_env.backed_var_to_val[symbol]), shape_env.var_to_range[symbol]
     return node.expr if node.expr.free_symbols else int(node.expr)
 
 
@@ -318,14 +322,13 @@ def compile_portable(
 def _fake_inputs(portable: PortableGraph, fake_mode: Any) -> list[Any]:
     from torch._dynamo.source import LocalSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
-    from torch.utils._sympy.value_ranges import ValueRanges
 
     shape_env, new = fake_mode.shape_env, {}
     for i, (symbol, (value, bounds)) in enumerate(portable.symbols.items()):
         source = LocalSource(f"size_{i}")
         created = shape_env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
         new[symbol] = created
-        shape_env.var_to_range[created] = ValueRanges(*bounds)
+        shape_env.var_to_range[created] = bounds
     values = {symbol: value for symbol, (value, _) in portable.symbols.items()}
 
     def integer(expression: Any) -> Any:

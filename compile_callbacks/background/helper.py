@@ -54,7 +54,7 @@ class Helper:
         if self._conversation is not None or self._queue.failure is not None:
             return
         self._trains_on_cpu = trains_on_cpu
-        self._compilers = max(1, min(_torch.inductor.compile_processes(), (_processors() - 2) // ranks))
+        self._compilers = max(1, min(_torch.inductor.settings().compile_threads or 1, (_processors() - 2) // ranks))
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
             self._conversation = _Conversation(self._trains_on_cpu, self._compilers)
 

@@ -99,7 +99,7 @@ class CompiledFunction:
 
     def _compile(self) -> Callable[..., Any]:
         name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
-        function = _torch.dynamo.function_with_own_cache(_calling(self._target.members[0].function), name)
+        function = _torch.torch_2_11.function_with_own_cache(_calling(self._target.members[0].function), name)
         self._code = function.__code__
         self.eager_frames.clear()
         self._compiled_code.clear()
@@ -112,17 +112,23 @@ class CompiledFunction:
         )
         CompiledFunction._compiles += 1
         compile_graph: Any = weakref.WeakMethod(self._backend.compile)
-        self._backend.function = compiled = _torch.frames.compile_function(
-            function,
-            # An object of its own, because torch older than 2.13 runs freed code behind a graph break again if its
-            # backend is equal. It must not keep the module alive, because torch never frees it.
-            lambda graph, inputs: compile_graph()(graph, inputs),  # noqa: PLW0108
-            self._convert,
-            fullgraph=self._config.fullgraph,
-            dynamic=self._config.dynamic,
-            # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
-            splits_for_ddp=self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen(),
-        )
+        arguments: dict[str, Any] = {"fullgraph": self._config.fullgraph, "dynamic": self._config.dynamic}
+
+        # An object of its own, because torch older than 2.13 runs freed code behind a graph break again if its backend
+        # is equal. It must not keep the module alive, because torch never frees it.
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            return compile_graph()(graph, inputs)
+
+        # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
+        splits = self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
+        try:
+            compiled = _torch.frames.compile_function(
+                function, backend, self._convert, splits_for_ddp=splits, **arguments
+            )
+        except _torch.ports.MissingPortError as error:
+            self._fallback.warn("CC309", str(error), about="frames")
+            compiled = torch.compile(function, backend=backend, **arguments)
+        self._backend.function = compiled
         return compiled
 
     def _limit_factor(self) -> int:
@@ -131,7 +137,7 @@ class CompiledFunction:
         broken = (event.target for event in self._recorder.events if event.kind == "graph_break")
         shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in broken
         # torch compiles blocks that differ separately.
-        many = len(self._target.members) > 1 and self._backend.graphs >= _torch.dynamo.recompile_limit()
+        many = len(self._target.members) > 1 and self._backend.graphs >= torch.compiler.config.recompile_limit
         return (CompiledFunction._compiles if shares else 1) * (len(self._target.members) if many else 1)
 
     def _dynamo_settings(self, call: CallInProgress) -> dict[str, Any]:
@@ -232,7 +238,7 @@ class CompiledFunction:
         with contextlib.ExitStack() as settings:
             if self._config.dynamic is None:
                 settings.enter_context(self._observed.marked(call.args, call.kwargs))
-            settings.enter_context(
+            draws = settings.enter_context(
                 _torch.dynamo.trace_settings(
                     self._dynamo_settings(call),
                     limit_factor=self._limit_factor(),
@@ -240,7 +246,6 @@ class CompiledFunction:
                     frozen=self._key.frozen,
                 )
             )
-            draws = settings.enter_context(_torch.dynamo.frames_with_constant_draws())
             graphs = self._backend.graphs
             try:
                 yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from typing import Any
 
@@ -19,8 +20,7 @@ from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 from compile_callbacks.targets.target import Callee, Target
 
-_hooks_registered, _transforms = _torch.dynamo.hooks_registered, _torch.dynamo.transforms
-_forward_ad_level = _torch.dynamo.forward_ad_level
+_hooks_registered = _torch.dynamo.hooks_registered
 
 TRACES_WITHOUT_GRAPH = 5
 """The maximum number of calls that torch traces without compiling a graph. torch 2.15 traces a target again in each
@@ -72,6 +72,7 @@ class CompiledTarget:
         self._weights_are_suspect = True
         self._runs_target_eagerly = False
         self._traces = 0  # the number of calls in which torch traced
+        self._transform_checks = _torch.dynamo.transform_checks()
 
     # ------------------------------------------------------------------------------------------ a call
 
@@ -82,7 +83,8 @@ class CompiledTarget:
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
         hooks_changed = function.hooks_seen != _hooks_registered()
-        transformed = _transforms() is not None or _forward_ad_level() >= 0
+        transform, forward_ad_level = self._transform_checks
+        transformed = transform() is not None or forward_ad_level() >= 0
         may_run_eagerly: Any = outer is not None or self._runs_target_eagerly or self._uncompilable or not self.ran
         if (may_run_eagerly or self._warnings or transformed) and self._runs_call_eagerly(outer, args, kwargs):
             # Within a call that missed, the outer call counts.
@@ -214,7 +216,7 @@ class CompiledTarget:
             return self._unfrozen
         if self._weights.changed(thorough=self._weights_are_suspect) and self.backend.graphs:
             self.backend.free()  # because each set of frozen weights would stay in memory
-            _torch.inductor.collect_unused_code()
+            gc.collect()  # generated code has reference cycles
             if self._unfrozen is not None and not self._weights_are_suspect:
                 self._end_freezing()
         self._weights_are_suspect = False

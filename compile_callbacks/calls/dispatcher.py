@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_callbacks import _torch
 from compile_callbacks.targets.target import Callee
 
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
@@ -47,7 +46,7 @@ class CallSlot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the selected function."""
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
-        if torch.compiler.is_compiling() or _torch.dynamo.is_jit_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return self.eager(*args, **kwargs)
         if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
             return self.eager(*args, **kwargs)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from compile_callbacks import _torch
 
 _version = operator.attrgetter("_version")
 
@@ -54,7 +55,7 @@ def content_hashes(module: nn.Module) -> tuple[int, ...]:
 def unwatchable_reason(module: nn.Module) -> str | None:
     """Return the reason why this file cannot detect changes of a module's weights, or ``None`` if it can."""
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
-        if is_traceable_wrapper_subclass(weight):
+        if _torch.graphs.is_wrapper_subclass(weight):
             return f"{name!r} is a tensor subclass"
         try:
             weight.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized

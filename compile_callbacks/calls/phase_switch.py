@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
@@ -220,7 +220,7 @@ class PhaseSwitch:
         """Free the memory of all compiled code. The next call of a target compiles it again."""
         for compiled_target in self.compiled_targets():
             compiled_target.backend.free()
-        _torch.inductor.collect_unused_code()
+        gc.collect()  # generated code has reference cycles
 
     def invalidate_weights(self) -> None:
         """Compare frozen weights with the module's weights before their next use."""
@@ -231,7 +231,7 @@ class PhaseSwitch:
         for key in keys:
             self._compiled_targets.pop(key).backend.free()
         if keys:
-            _torch.inductor.collect_unused_code()
+            gc.collect()  # generated code has reference cycles
 
     def _all_dispatchers(self) -> list[Dispatcher]:
         return [dispatcher for dispatchers in self._dispatchers.values() for dispatcher in dispatchers]

@@ -18,7 +18,7 @@ from compile_callbacks._utils.phases import EAGER, WAITING
 from compile_callbacks.config import templates
 from compile_callbacks.config.dynamo_settings import as_dynamo_settings
 from compile_callbacks.config.options import as_options, check_loaded_options, check_mode
-from compile_callbacks.passes.base import HOOK_OPTIONS, PASS_TYPES, as_passes, pass_hook, pass_identity, pass_name
+from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes, pass_hook, pass_identity, pass_name, pass_types
 
 
 class Settings:
@@ -240,7 +240,7 @@ class InductorConfig(Settings):
 
 def _as_text(value: object) -> str:
     """Return the text of an option's value, which is the same in every process."""
-    if isinstance(value, PASS_TYPES):
+    if isinstance(value, pass_types()):
         return pass_identity(value)
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

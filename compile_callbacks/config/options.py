@@ -41,7 +41,7 @@ def as_options(options: Any) -> Mapping[str, Any]:
             if value is not None:  # torch accepts a string here, but then compiles nothing
                 (value,) = as_passes((value,), f"options[{given!r}]")
         else:
-            expected = _torch.inductor.option_type(name)
+            expected = _torch.inductor.settings().get_type(name)
             # torch checks no other types. A wrong value of a union or a literal is an error of the compiler.
             if typing.get_origin(expected) is None and not isinstance(value, expected):
                 text = f"options[{given!r}]={value!r} must be of type {expected.__name__}, not {type(value).__name__}"
@@ -80,6 +80,6 @@ def _is_enumerated(given: str, value: object) -> bool:
         return True
     if isinstance(value, str) and _BACKEND_LISTS.fullmatch(name):
         return _NAMES.fullmatch(value) is not None
-    expected = _torch.inductor.option_type(name)
+    expected = _torch.inductor.settings().get_type(name)
     kinds = (expected, *typing.get_args(expected))  # a Literal, or the members of a union with one
     return any(typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind) for kind in kinds)

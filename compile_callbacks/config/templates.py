@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._triton import has_triton, has_triton_tma_device
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import check_choice, check_type
@@ -79,7 +78,7 @@ _ALL = (
             "autotune_fallback_to_aten": True,
         },
         "a GPU that Triton supports",
-        lambda device: device.type != "cpu" and has_triton(),
+        lambda device: device.type != "cpu" and _torch.inductor.has_triton(),
     ),
     Template(
         "cpp_wrapper",
@@ -116,9 +115,7 @@ _ALL = (
         "max-autotune-no-cudagraphs",
         {"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
         "an NVIDIA GPU with a Tensor Memory Accelerator (compute capability 9.0 or higher), and a Triton that uses it",
-        lambda device: (
-            device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and has_triton_tma_device()
-        ),
+        lambda device: device.type == "cuda" and _torch.inductor.has_triton(tma_device=device),
     ),
 )
 

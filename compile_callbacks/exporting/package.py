@@ -214,7 +214,7 @@ class ExportedCall:
     def write(self, path: Path, config: InductorConfig | None) -> None:
         """Write the package that AOTInductor compiles, or without a config the program of ``torch.export``."""
         metadata = json.dumps({"torch": torch.__version__, "device": self._device.type, "inputs": self._spec.to_json()})
-        with _torch.export.own_warnings_off():
+        with _torch.torch_2_11.own_warnings_off():
             self._program = self._trace()
             if config is None:
                 self._program.example_inputs = None  # because the file would contain the user's data
@@ -234,7 +234,7 @@ class ExportedCall:
             return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in self._batches) else tensor
 
         inputs = [self._inputs, tree_map_only(torch.Tensor, longer, self._inputs)] if self._batches else [self._inputs]
-        with _torch.export.own_warnings_off():
+        with _torch.torch_2_11.own_warnings_off():
             eager = self._program.module()
             results = [_compare_with_eager(eager, package, *each) for each in inputs]
         return next((result for result in results if result.verdict == "differs"), results[0])
@@ -246,9 +246,8 @@ class ExportedCall:
         for tensor in self._batches:
             shapes[tensor] = {0: batch}
         try:
-            program = _torch.export.export_program(
-                self._module, self._module.forward, *self._inputs, shapes, self._spec.signature
-            )
+            with _torch.torch_2_11.exports(self._module, self._spec.signature):
+                program = torch.export.export(self._module, *self._inputs, dynamic_shapes=shapes)
             # torch.export ignores an active autocast. Tracing the program again inserts the casts.
             return program.run_decompositions({}) if torch.is_autocast_enabled(self._device.type) else program
         except Exception as error:

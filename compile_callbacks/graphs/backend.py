@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ class GraphBackend:
         self._recorder = fallback.recorder
         self._fallback = fallback
         self._template_checked = False
-        self._generated: list[ModuleType] = []
         self.requested: list[RequestedGraph] = []  # graphs that another process compiles
         self._compiles_here = False  # whether another process could not compile a graph
         self._in_memory: list[CompiledGraph] = []  # the graphs to free
@@ -105,9 +103,9 @@ class GraphBackend:
 
     def _check_capture(self, graph_module: torch.fx.GraphModule) -> None:
         """Let the target run eagerly if torch may compute wrong results or gradients for a captured graph."""
-        if _torch.autograd.is_captured_wrongly(graph_module):
+        if _torch.torch_2_11.is_captured_wrongly(graph_module):
             raise self._fallback.run_target_eagerly("CC307", _WRONG_FUNCTION)
-        if self._key.phase == "train" and _torch.dynamo.ends_at_gradient(graph_module):
+        if self._key.phase == "train" and _torch.torch_2_11.ends_at_gradient(graph_module):
             raise self._fallback.run_target_eagerly("CC303", _OWN_GRADIENT)
         if not self._fallback.settings.may_guess and (where := _torch.graphs.guesses_size_at(graph_module)):
             raise self._fallback.run_target_eagerly("CC301", f"torch would guess at {where!r} that a size is not 1")
@@ -206,7 +204,7 @@ class GraphBackend:
             runs: list[PassRun] = []
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
-                with _torch.inductor.generated_with_constants() as generated:
+                with _torch.inductor.code_is_freed():
                     compiled: Callable[..., Any] = _torch.inductor.compile_graph(
                         graph,
                         inputs,
@@ -215,7 +213,7 @@ class GraphBackend:
                         keeps_graph=self.keeps_graph,
                         on_backward_lowered=self._recorder.add_backward,
                     )
-            except _torch.dynamo.CONTROL_FLOW:
+            except _torch.dynamo.control_flow():
                 raise
             except Exception as error:
                 if self._fallback.settings.on_error == "raise":
@@ -229,7 +227,6 @@ class GraphBackend:
                 skipped.append(failure.failed)
                 graph = again
             else:
-                self._generated += generated
                 self._record_passes(runs, skipped)
                 return compiled
 
@@ -263,8 +260,6 @@ class GraphBackend:
         for in_memory in self._in_memory:
             in_memory.free()
         self._in_memory.clear()
-        _torch.inductor.forget_generated(self._generated)
-        self._generated.clear()
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

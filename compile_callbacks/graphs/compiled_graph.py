@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class CompiledGraph:
     eager: EagerGraph | None  # the captured graph, without compiled code, or if the comparison rejects the code
     statistics: Callable[[Sequence[Any]], Any] | None
     executions: Executions
+    preserve_versions: Callable[[Any], Any] = field(default_factory=_torch.autograd.preserve_versions)
     compiled: Callable[..., Any] | None = None
     verification: Verification | None = None  # compares the graph with eager in the first call
     run: Callable[..., Any] | None = None  # the compiled code after the first call, if the comparison accepts it
@@ -73,7 +74,7 @@ class CompiledGraph:
         try:
             if self.statistics is None:
                 return run(*inputs)
-            with _torch.autograd.preserve_versions(self.statistics(inputs)):
+            with self.preserve_versions(self.statistics(inputs)):
                 return run(*inputs)
         except Exception as error:
             if self.spare is None or not _can_run_again(self.spare.graph, error, inputs):

@@ -68,5 +68,5 @@ class Snapshot:
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 versioned = () if buffer.is_inference() else (buffer,)
                 # An earlier eager call may have saved it.
-                with torch.inference_mode(buffer.is_inference()), _torch.autograd.preserve_versions(versioned):
+                with torch.inference_mode(buffer.is_inference()), _torch.autograd.preserve_versions()(versioned):
                     buffer.copy_(value)

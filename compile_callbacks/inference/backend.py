@@ -310,15 +310,11 @@ def _call(modules: list[nn.Module], device: torch.device | None, args: tuple[Any
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return _call(modules, device, args, kwargs)
-    with_grad = torch.is_grad_enabled()
-    _torch.autograd.set_grad_enabled(False)
-    try:
+    with torch.no_grad():
         converted = [_accepted(value, device) for value in args]
         if kwargs:
             kwargs = {name: _accepted(value, device) for name, value in kwargs.items()}
         return modules[0](*converted, **kwargs)
-    finally:
-        _torch.autograd.set_grad_enabled(with_grad)
 
 
 def _accepted(value: Any, device: torch.device | None) -> Any:

@@ -6,7 +6,7 @@ import contextvars
 import functools
 import inspect
 import itertools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, overload
 
@@ -77,7 +77,7 @@ def with_inference_flag(call: Callable[..., None]) -> Callable[..., None]:
     return with_flag
 
 
-class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
+class GraphPass(ABC):
     """A custom Inductor graph pass, as a class.
 
     Derive from this class, and change the graph in place in ``__call__(graph, is_inference)``. ``is_inference`` has the
@@ -112,13 +112,15 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     hook: ClassVar[str] = DEFAULT_HOOK
     _sources: ClassVar[list[str] | None]
     _identity: str | None
+    _number: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> GraphPass:
         """Create the pass, and compute its identity, because its arguments may change later."""
+        _torch.inductor.register_pass_type(GraphPass)
         self = super().__new__(cls)
         self._identity = identity_of(cls, vars(cls).get("_sources"), [args, kwargs])
         self._number = next(_numbers)
-        return self  # type: ignore[no-any-return]
+        return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -163,8 +165,9 @@ class GraphPass(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
         return self
 
 
-PASS_TYPES = (GraphPass, *_torch.inductor.TORCH_PASS_TYPES)
-"""The classes of graph passes, from this library and from torch."""
+def pass_types() -> tuple[type, ...]:
+    """Return the classes of graph passes, from this library and from torch."""
+    return (GraphPass, *_torch.inductor.pass_types())
 
 
 class FunctionPass(GraphPass):
@@ -227,13 +230,13 @@ def graph_pass(
 
 def as_passes(value: Any, argument: str) -> tuple[Any, ...]:
     """Check the passes of an argument."""
-    if isinstance(value, PASS_TYPES):
+    if isinstance(value, pass_types()):
         return (value,)
     check_type(argument, value, (list, tuple), "a list of graph passes")
     for item in value:
-        if isinstance(item, PASS_TYPES):
+        if isinstance(item, pass_types()):
             continue
-        if isinstance(item, type) and issubclass(item, PASS_TYPES):
+        if isinstance(item, type) and issubclass(item, pass_types()):
             hint = f"an object of the class: {item.__name__}(...)"
         elif callable(item):
             hint = "the function wrapped with compile_callbacks.graph_pass"

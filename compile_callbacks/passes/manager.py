@@ -71,7 +71,7 @@ class PassRun:
 
 
 @dataclass(eq=False, repr=False)
-class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
+class PassManager:
     """The pass that torch runs at a hook point. It runs the user's passes in order, and calls ``on_run`` after each."""
 
     passes: tuple[Any, ...]
@@ -92,7 +92,7 @@ class PassManager(_torch.inductor.GRAPH_PASS_BASE):  # type: ignore[misc]
     def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
         before, inputs, outputs, started = _nodes(graph), _inputs(graph), _outputs(graph), time.perf_counter()
         try:
-            takes_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.FLAGGED_PASS_TYPES))
+            takes_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.pass_types()[1:]))
             returned = graph_pass(graph, is_inference) if takes_flag else graph_pass(graph)
         except Exception as error:
             raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
@@ -151,10 +151,11 @@ def pass_options(
 
     A pass that the user or another library has set in ``torch._inductor.config`` runs before the passes at its hook.
     """
-    options = {}
+    _torch.inductor.register_pass_type(PassManager)
+    options, settings = {}, _torch.inductor.settings()
     for hook, option in HOOK_OPTIONS.items():
         at_hook = [graph_pass for graph_pass in passes if pass_hook(graph_pass) == hook]
-        of_process = [set_pass] if at_hook and (set_pass := _torch.inductor.option_value(option)) is not None else []
+        of_process = [set_pass] if at_hook and (set_pass := getattr(settings, option)) is not None else []
         run = tuple(p for p in (*of_process, *at_hook) if not any(p is failed for failed in skipped))
         if run:
             options[option] = PassManager(run, hook, phase, on_run)

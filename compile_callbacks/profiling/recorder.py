@@ -116,7 +116,7 @@ class CompileRecorder:
         self._recompiles_unless_cached: dict[str, Recompile] = {}  # by torch's compile id
         self._listening = False
         self.listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
-        self.listeners = _torch.events.callback_handler.start_callbacks
+        self.listeners = _torch.events.listeners()[0]
         """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
         self._breaks_seen = 0
         self._limits_reached: set[CompileKey] = set()
@@ -139,8 +139,7 @@ class CompileRecorder:
         _, self._breaks_seen = _torch.events.graph_breaks(0)
         for _ in _torch.events.compilation_records(self._records_seen):
             pass
-        _torch.events.callback_handler.register_start_callback(self.listener)
-        _torch.events.callback_handler.register_end_callback(self.compile_ends)
+        _torch.events.register(self.listener, self.compile_ends)
 
     def listen_after_reset(self) -> None:
         """Listen again if ``torch.compiler.reset()`` was called."""
@@ -178,11 +177,12 @@ class CompileRecorder:
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
+    @_torch.ports.optional("compile events")
     def compile_begins(self, args: Any) -> None:
         """Store which target compiles. torch calls this method when a compile begins."""
         self.collect()
         self.compiles_seen += 1
-        by_dynamo = args.callback_trigger is _torch.events.DYNAMO_TRIGGER
+        by_dynamo = args.callback_trigger.name == "DYNAMO"
         key, call = None, self.calling.current
         if call is not None:
             key = self._keys[args.compile_id] = call.key
@@ -204,6 +204,7 @@ class CompileRecorder:
                 self.record("recompile", key, **explained._asdict())
         self.progress.compile_begins(key)
 
+    @_torch.ports.optional("compile events")
     def compile_ends(self, args: Any) -> None:
         """Record the compile. torch calls this method when a compile ends."""
         if self.calling.running is None:

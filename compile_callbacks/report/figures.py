@@ -166,6 +166,13 @@ class PhaseDiagnostics(Figures):
         return dict(+calls)
 
     @figure(default=())
+    def torch_notes(self) -> tuple[str, ...]:
+        """A sentence for each private part of torch that is missing, and one for a torch newer than the tested ones."""
+        from compile_callbacks import _torch  # imported here, because some commands do not import torch
+
+        return tuple(_torch.ports.notes())
+
+    @figure(default=())
     def trials(self) -> tuple[dict[str, Any], ...]:
         """One mapping for each candidate of a `Tune`, eager first: `candidate`, `verdict`, `median_ms` and `p95_ms`
         (median and 95th percentile of the step times), `samples`, `compile_seconds`, `reason`. Each candidate has a row

@@ -113,8 +113,8 @@ def _why_no_verdict(report: PhaseReport) -> str:
 
 
 def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
-    """Return the lines below the table: candidates of a `Tune`, settings of Dynamo, and eager calls."""
-    lines = []
+    """Return the lines below the table: changes of torch, candidates of a `Tune`, settings of Dynamo, eager calls."""
+    lines = list(dict.fromkeys(note for report in phases.values() for note in report.diagnostics.torch_notes))
     for phase, report in phases.items():
         verdict, details = describe_verdict(phase, report), report.diagnostics
         lines += [

@@ -176,6 +176,9 @@ def at_begin(*, background: bool) -> Iterator[Finding]:
     if _torch.dynamo.is_disabled():
         message = "TORCH_COMPILE_DISABLE is set, so torch compiles nothing, and all steps run eagerly"
         yield Finding("CC101", message, "disabled")
+    elif not _torch.dynamo.has_call_slot():
+        message = f"torch {torch.__version__} calls modules in another way, so nothing is compiled"
+        yield Finding("CC309", message, "call slot")
     if background and torch.are_deterministic_algorithms_enabled():
         message = (
             "background=True: the clock decides which step first runs compiled code, so two runs differ by rounding "

@@ -79,7 +79,7 @@ def assert_same_training(
     arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
     torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests
-    with _torch.inductor.eager_random_numbers(), _torch.events.started_compiles() as started:
+    with _torch.inductor.settings().patch(fallback_random=True), _torch.events.started_compiles() as started:
         ours = _Run().train(*arguments, callback or InductorCompile(baseline_steps=0))
     if not started:
         raise AssertionError("torch compiled nothing, so the runs do not show whether compiled training is eager's")

@@ -85,7 +85,6 @@ def eager_checkpoints_draw_again(monkeypatch):
 NEEDED = {
     "autograd.in_backward": NO_PUBLIC_FUNCTION,
     "autograd.saves_through_hooks": NO_PUBLIC_FUNCTION,
-    "autograd.set_grad_enabled": lambda _: isinstance(torch.set_grad_enabled, type),  # makes an object
     "autograd.save_copies": written_inputs_are_saved,
     "autograd.graph_is_kept": NO_PUBLIC_FUNCTION,
     "autograd.overwrite_no_saved_tensors": donated_buffers_refuse_a_second_backward,
@@ -93,9 +92,8 @@ NEEDED = {
     "inductor.without_cuda_graphs": "tests/gpu/test_verification.py",
     "inductor.end_failed_warmup": "tests/gpu/test_memory.py",
     "frames.compile_function": lambda _: set(inspect.signature(torch.compile).parameters) <= PARAMETERS,
-    "frames._OutsideDDP": lambda _: "optimize_ddp" not in inspect.signature(torch.compile).parameters,
-    "dynamo.transforms": NO_PUBLIC_FUNCTION,
-    "dynamo.forward_ad_level": NO_PUBLIC_FUNCTION,
+    "frames._Conversion": lambda _: "optimize_ddp" not in inspect.signature(torch.compile).parameters,
+    "dynamo.transform_checks": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": lambda _: hasattr(torch.distributed.fsdp, "FullyShardedDataParallel"),
     "dynamo.frames_with_constant_draws": draws_are_constant,
     "graphs._call_checkpoint": eager_checkpoints_draw_again,

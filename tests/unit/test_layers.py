@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -18,32 +19,52 @@ from packaging.version import Version
 import compile_callbacks
 
 ROOT = Path(compile_callbacks.__file__).parent
-INTERNALS = {"_dynamo", "_inductor", "_functorch", "_ops", "_C"}
+USES = runpy.run_path(str(ROOT.parent / ".ci/private_names.py"))["uses"]()
+ALLOWED = {
+    *("_asdict", "_fields", "_replace"),  # of named tuples
+    *("_buffers", "_modules", "_parameters", "_base"),  # nn.Module and Tensor, since the first versions of torch
+    *("_compiler_ctx", "_getframe", "_compiles", "_module", "_samples"),  # of Lightning, of Python, and our own
+    "torch._foreach_copy_",
+}
+"""Private attributes and names that other folders than ``_torch`` may use."""
 MAY_IMPORT_LIGHTNING = {"callbacks", "testing", "report/loggers.py"}
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, also inside functions and for types only, and ``torch._inductor`` as attributes."""
+    """Modules that a file imports, also inside functions and for types only."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
-            found |= {f"torch.{node.attr}"} if node.attr in INTERNALS else set()
     return found
 
 
 IMPORTS = {path: imports(path) for path in sorted(ROOT.rglob("*.py"))}
 
 
-def test_one_folder_imports_torchs_internals_and_callbacks_testing_and_loggers_import_lightning():
+def test_one_folder_uses_torchs_private_parts_and_callbacks_testing_and_loggers_import_lightning():
+    outside = {(use.place, use.what) for use in USES if not use.place.startswith("_torch/")}
+    assert {(place, what) for place, what in outside if what not in ALLOWED} == set()
     for path, found in IMPORTS.items():
         place, lightning = path.relative_to(ROOT), {name for name in found if name.split(".")[0] == "lightning"}
-        touched = {name for name in found if name.startswith("torch.") and set(name.split(".")) & INTERNALS}
-        assert not touched or path.parent.name == "_torch", f"{place} touches {touched}"
         assert not lightning or {str(place), place.parts[0]} & MAY_IMPORT_LIGHTNING, f"{place} imports {lightning}"
+
+
+def test_nothing_private_is_read_when_the_package_is_imported():
+    for path in sorted((ROOT / "_torch").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        bodies = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {line for node in bodies for line in range(node.body[0].lineno, node.end_lineno + 1)}
+        uses = [use for use in USES if use.place.startswith(f"_torch/{path.name}:") and use.kind == "name"]
+        assert [use for use in uses if use.line not in inside] == []
+
+
+def test_the_package_uses_few_private_parts_of_torch():
+    """``.ci/private_names.py`` prints both lists."""
+    counts = [len({use.what for use in USES if use.kind == "name"}), len({u.port for u in USES if u.kind == "change"})]
+    assert counts <= [65, 10]
 
 
 def test_no_import_points_up():

@@ -1,0 +1,134 @@
+"""Everything that only torch 2.11 and 2.12 need. Delete the file and its calls when torch 2.13 is the oldest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+IS_2_11 = torch.__version__.startswith("2.11.")
+IS_OLDER_THAN_2_13 = IS_2_11 or torch.__version__.startswith("2.12.")
+
+
+# ------------------------------------------------------------------------------------------ recompiles
+
+
+def function_with_own_cache(function: types.FunctionType, name: str) -> types.FunctionType:
+    """Copy a function with its code object, because Dynamo stores compiled graphs and counts recompiles by code object.
+
+    Workaround (torch<2.13): in later versions, ``torch.compile(isolate_recompiles=True)`` does the same.
+    """
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def is_first_compile(reason: str) -> bool:
+    """Return whether a reason for a recompile only says that another backend has compiled the code.
+
+    Workaround (torch<2.13): torch announces the first compile of a backend as a recompile.
+    """
+    return "BACKEND_MATCH" in reason
+
+
+def trace_settings(*, frozen: bool) -> dict[str, bool]:
+    """Return the settings of Dynamo without which it does not notice some changes of a module.
+
+    Workaround (torch<2.12): with ``skip_tensor_guards_with_matching_dict_tags``, torch skips the guards on the weights
+    of a module if the dictionary of the weights is unchanged. torch then does not notice a new ``requires_grad``, a new
+    dtype set through ``.data``, and a buffer that is an input and changes in the call. With
+    ``use_recursive_dict_tags_for_guards``, torch does not notice the first parameter of a module.
+    docs/reference/limits.md has the cost of all guards.
+    """
+    shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
+    return dict.fromkeys(shortcuts, False) if IS_2_11 and not frozen else {}
+
+
+# ------------------------------------------------------------------------------------------ wrong results
+
+
+def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo contains a `torch.autograd.Function` that torch captures with wrong gradients.
+
+    Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
+    tensor twice, and the gradient of the first copy gets lost.
+    """
+    apply = torch.ops.higher_order.autograd_function_apply
+    return IS_OLDER_THAN_2_13 and any(
+        _returns_twice(getattr(subgraph, call.args[0].target))
+        for subgraph in graph_module.modules()
+        if isinstance(subgraph, torch.fx.GraphModule)
+        for call in subgraph.graph.find_nodes(op="call_function", target=apply)
+    )
+
+
+def _returns_twice(forward: Any) -> bool:
+    """Return whether two outputs of the captured ``forward`` of an autograd function share their memory."""
+    outputs, _ = forward.graph.output_node().args[0]  # the second entry contains the saved tensors
+    values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
+    memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+    return len(set(memory)) < len(memory)
+
+
+def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
+    """Return whether a graph of Dynamo ends because the code calls `torch.autograd.grad`.
+
+    Workaround (torch<2.13): older versions compile the code before such a call as a graph, whose gradient cannot be
+    differentiated. Later versions compile none of it, or trace the call.
+    """
+    reason = getattr(getattr(graph_module, "compile_subgraph_reason", None), "reason", "")
+    return "`torch.autograd.grad`" in reason
+
+
+def autocast_state() -> str:
+    """Return the enabled autocast, by device, as a tag for the cache.
+
+    Workaround (torch<2.12): AOTAutograd's key contains whether autocast is enabled, but not its dtype. The cache would
+    return a graph for bfloat16 under float16.
+    """
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
+
+
+# ------------------------------------------------------------------------------------------ exports
+
+
+@contextlib.contextmanager
+def exports(module: torch.nn.Module, signature: inspect.Signature) -> Iterator[None]:
+    """Within the ``with`` block, `torch.export.export` works for a module whose ``forward`` may take ``**kwargs``.
+
+    Workaround (torch<2.12): ``torch.export.export`` fails with an assertion on dynamic shapes of keyword arguments that
+    the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
+    graph at each assignment of a buffer.
+    """
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    hooks_before, forward = set(hooks), module.forward
+
+    @functools.wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    named.__signature__ = signature  # type: ignore[attr-defined]
+    try:
+        with patch.object(module, "forward", named):
+            yield
+    finally:
+        for hook in set(hooks) - hooks_before:
+            del hooks[hook]
+
+
+@contextlib.contextmanager
+def own_warnings_off() -> Iterator[None]:
+    """Ignore torch's warnings about its own code within the ``with`` block.
+
+    Workaround (torch<2.12): torch warns about its own use of ``LeafSpec``, and about buffers that it only reads.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        yield
