@@ -225,7 +225,7 @@ def _without_metadata(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
         raise NotPortableError("it has an activation checkpoint with a context_fn")
     for node in lean.graph.nodes:
         node.meta = {}
-        if node.target in _NOT_PORTABLE_OPERATORS:
+        if getattr(node.target, "__name__", None) in _NOT_PORTABLE_OPERATORS:
             raise NotPortableError(f"it calls {node.target}")
     for name, constant in itertools.chain(lean.named_parameters(), lean.named_buffers()):
         if constant.nbytes > MAX_CONSTANT_BYTES or type(constant) not in _TENSOR_TYPES:
@@ -238,11 +238,8 @@ def _without_metadata(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModul
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
-_NOT_PORTABLE_OPERATORS = (
-    torch.ops.higher_order.triton_kernel_wrapper_mutation,
-    torch.ops.higher_order.triton_kernel_wrapper_functional,
-)
-"""Operators that refer to a table of this process."""
+_NOT_PORTABLE_OPERATORS = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
+"""The names of operators that refer to a table of this process. torch may not have imported the operators yet."""
 
 
 def _modules_of_operators(graph_module: torch.fx.GraphModule) -> tuple[str, ...]:
