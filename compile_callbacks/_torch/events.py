@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,22 +32,6 @@ def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None
     for functions, function in zip(listeners(), (start, end), strict=True):
         if function in functions:
             functions.remove(function)
-
-
-@contextlib.contextmanager
-def started_compiles() -> Iterator[list[Any]]:
-    """Yield a list that grows by one entry for each compile that starts in the ``with`` block."""
-    started: list[Any] = []
-    listener = started.append
-    register(listener, _ignore)
-    try:
-        yield started
-    finally:
-        unregister(listener, _ignore)
-
-
-def _ignore(args: Any) -> None:
-    """Do nothing when a compile ends."""
 
 
 class GraphBreak(NamedTuple):

@@ -79,9 +79,11 @@ def assert_same_training(
     arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
     torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests
-    with _torch.inductor.settings().patch(fallback_random=True), _torch.events.started_compiles() as started:
+    seen = set[int]()
+    list(_torch.events.compilation_records(seen))  # of earlier compiles
+    with _torch.inductor.settings().patch(fallback_random=True):
         ours = _Run().train(*arguments, callback or InductorCompile(baseline_steps=0))
-    if not started:
+    if not list(_torch.events.compilation_records(seen)):
         raise AssertionError("torch compiled nothing, so the runs do not show whether compiled training is eager's")
     limit = max(1e-3, 4 * eager.epsilon) if tolerance is None else tolerance
     limits = dict.fromkeys(("gradient", "optimizer", "weight"), max(limit, _GRADIENT_TOLERANCE))
