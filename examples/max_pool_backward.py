@@ -1,6 +1,6 @@
 """Compute the gradient of max pooling in a Triton kernel that reads less memory than Inductor's code.
 
-A graph pass finds the pooling in Inductor's backward graph, and replaces it by a custom operator. `check_pass` compares
+A graph pass finds the pooling in Inductor's backward graph, and replaces it by a custom operator. The script compares
 the gradients with eager. On a GPU, the script also times ResNet's first layers with and without the pass. The kernel
 needs a GPU. On a CPU, the operator runs its reference, and the script shows the change of the graph.
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch._inductor import inductor_prims
 from torch.fx import Graph, Node
 
-from compile_callbacks import GraphPass
-from compile_callbacks.passes import call_before, find_nodes
-from compile_callbacks.testing import check_pass
+from compile_callbacks import GraphPass, compile_phases, restore
+from compile_callbacks.passes import RecordGraphs, call_before, find_nodes
 
 aten = torch.ops.aten
 offsets_to_indices: Any = inductor_prims._low_memory_max_pool_offsets_to_indices
@@ -218,12 +217,16 @@ def main():
     x = torch.randn(4, 3, 32, 32, device=device).to(memory_format=torch.channels_last).requires_grad_()
 
     # The pass must replace the operator in the backward graph, and the gradients must be close to those of eager.
-    result = check_pass(TritonMaxPoolBackward(device), net, x, phase="train")
-    result.assert_close(rtol=1e-2, atol=1e-2)  # convolutions on a GPU round to TF32
-    assert result.ops_after["examples.max_pool2d_backward.default"] == 1
-    for name in sorted(result.ops_before | result.ops_after):
-        if (before := result.ops_before[name]) != (after := result.ops_after[name]):
-            print(f"{name}: {before} before the pass, {after} after it")
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    before, after = RecordGraphs(), RecordGraphs()
+    compile_phases(net, passes=[before, TritonMaxPoolBackward(device), after], on_error="raise", verify="off")
+    (actual,) = torch.autograd.grad(net(x).sum(), x)
+    restore(net)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)  # convolutions on a GPU round to TF32
+    (old,), (new,) = ([g.ops for g in record.graphs if g.kind == "backward"] for record in (before, after))
+    assert new["examples.max_pool2d_backward.default"] == 1
+    for name in sorted(name for name in old | new if old[name] != new[name]):
+        print(f"{name}: {old[name]} before the pass, {new[name]} after it")
     if device == "cpu":
         print("The kernel needs a GPU. On this CPU, the operator ran its reference.")
         return

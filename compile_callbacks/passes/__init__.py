@@ -1,7 +1,4 @@
-"""Custom Inductor graph passes: base classes, and helpers for writing passes.
-
-``compile_callbacks.testing`` has `check_pass`, which tests a pass.
-"""
+"""Custom Inductor graph passes: base classes, and helpers for writing passes."""
 
 from compile_callbacks.passes.base import GraphPass, graph_pass
 from compile_callbacks.passes.manager import GraphPassError, PassRun

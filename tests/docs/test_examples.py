@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from compile_callbacks.testing import assert_same_training, check_pass
+from compile_callbacks import compile_phases, restore
+from compile_callbacks.passes import RecordGraphs
+from compile_callbacks.testing import assert_same_training
 from tests.support.models import Wrapper
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
@@ -101,12 +103,16 @@ class Half(Wrapper):
 )
 def test_the_gradient_of_a_max_pooling(settings, device, max_pool_pass, no_codegen):
     net = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*settings))
-    x = torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last)
-    net = Half(net.to(device, memory_format=torch.channels_last))
-    result = check_pass(max_pool_pass(device), net, x, phase="train")
-    result.assert_close(rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
-    assert result.ops_after["examples.max_pool2d_backward.default"] == 1
-    assert result.ops_after["aten.max_pool2d_with_indices_backward.default"] == 0
+    x = torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    net, after = Half(net.to(device, memory_format=torch.channels_last)), RecordGraphs()
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    compile_phases(net, passes=[max_pool_pass(device), after], on_error="raise", verify="off")
+    (actual,) = torch.autograd.grad(net(x).sum(), x)
+    restore(net)
+    torch.testing.assert_close(actual, expected, rtol=3e-2, atol=3e-2)  # bfloat16, of values about 1
+    (backward,) = (graph for graph in after.graphs if graph.kind == "backward")
+    assert backward.ops["examples.max_pool2d_backward.default"] == 1
+    assert backward.ops["aten.max_pool2d_with_indices_backward.default"] == 0
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ ALLOWED = {
     "torch._foreach_copy_",
 }
 """Private attributes and names that other folders than ``_torch`` may use."""
-MAY_IMPORT_LIGHTNING = {"callbacks", "testing", "report/loggers.py"}
+MAY_IMPORT_LIGHTNING = {"callbacks", "testing.py", "report/loggers.py"}
 
 
 def imports(path: Path) -> set[str]:
