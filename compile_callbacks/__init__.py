@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compile_callbacks._utils.errors import CompileError as CompileError
     from compile_callbacks._utils.errors import CompileWarning as CompileWarning
-    from compile_callbacks.callbacks.aot_export import AOTInductorExport as AOTInductorExport
     from compile_callbacks.callbacks.inductor_compile import InductorCompile as InductorCompile
     from compile_callbacks.config import templates as templates
     from compile_callbacks.config.inductor_config import InductorConfig as InductorConfig
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from compile_callbacks.tuning.tune import Tune as Tune
 
 _MODULES = {
-    "AOTInductorExport": "callbacks.aot_export",
     "CompileError": "_utils.errors",
     "CompileReport": "report.report",
     "CompileWarning": "_utils.errors",

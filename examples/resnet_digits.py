@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.models.resnet import Bottleneck
 from torchvision.transforms.v2 import RandomCrop, Transform
 
-from compile_callbacks import AOTInductorExport, InductorCompile
+from compile_callbacks import InductorCompile, export
 
 SIZE = 32  # of an image, in pixels
 HELD_OUT = 256  # images for validation, and for test: a multiple of the batch size, so that all batches have one shape
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_epochs=args.max_epochs,
         accelerator=args.accelerator,
         devices=1,
-        callbacks=[compiler, checkpoint, *([AOTInductorExport(args.export)] if args.export else [])],
+        callbacks=[compiler, checkpoint],
         logger=logger,
         enable_model_summary=False,
         log_every_n_steps=10,
@@ -177,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer.fit(model, train_loader, val_loader)  # prints the report at the end
     [metrics] = trainer.test(model, test_loader, ckpt_path="best", verbose=False)
     few = Subset(test, range(min(args.batch_size, len(test))))  # one batch of a compiled shape
+    if args.export:
+        export(model, (val[0][0][None],), args.export)  # the test has loaded the best weights
     predictions = trainer.predict(model, DataLoader(few, args.batch_size)) or []
 
     print(f"predicted      {torch.as_tensor(predictions[0])[:16].tolist()}")

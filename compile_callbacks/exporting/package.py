@@ -114,19 +114,19 @@ def export(
         text = f"args must be a tuple of positional inputs, not {type(args).__name__}{hint}"
         raise TypeError(with_code("CC202", text))
     check_type("kwargs", kwargs, (Mapping, type(None)), "a mapping of names to inputs, or None")
-    path = check_path(path)
+    path = _check_path(path)
     check_choice("format", format, get_args(Format))
     check_choice("verify", verify, get_args(VerifyPackage))
     check_type("dynamic_batch", dynamic_batch, bool, "True or False")
     config = as_compiling_config(mode)
     if format == "export" and config != InductorConfig():
         warn_user("CC204", f"mode={config.describe()!r} has no effect with format='export', which compiles nothing")
-    call = ExportedCall(module, args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
-    check_writable(path)
-    with atomic_write(path) as temporary, evaluating(module):
+    call = _ExportedCall(module, args, dict(kwargs or {}), dynamic_batch=dynamic_batch)
+    _check_writable(path)
+    with atomic_write(path) as temporary, _evaluating(module):
         call.write(temporary, None if format == "export" else config)
         if format == "aoti" and verify != "off":
-            compared = call.compare(call.load(temporary))
+            compared = call.compare(temporary)
             text = f"the package differs from eager: {compared.reason}"
             if compared.verdict == "not compared":
                 warn_user("CC602", f"package {path} was not compared with eager: {compared.reason}")
@@ -167,7 +167,7 @@ def _compare_with_eager(
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Put a module into evaluation mode without gradients; restore its training flags and torch's generators after."""
     training_flags = {submodule: submodule.training for submodule in module.modules()}
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -180,7 +180,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             submodule.training = training
 
 
-class ExportedCall:
+class _ExportedCall:
     """The call that is exported, with copies of its inputs."""
 
     def __init__(
@@ -223,12 +223,9 @@ class ExportedCall:
                 with torch.autocast(self._device.type, enabled=False):  # the program already contains the casts
                     _compile(self._program, path, config, self._device, metadata)
 
-    def load(self, path: Path) -> ExportedModule:
-        """Load the package. A package for a GPU runs in another process first."""
-        return load_after_smoke_test(path, *self._inputs, self._device)
-
-    def compare(self, package: ExportedModule) -> Comparison:
+    def compare(self, path: Path) -> Comparison:
         """Compare the package with the program, with a dynamic batch also for one more sample."""
+        package = load_after_smoke_test(path, *self._inputs, self._device)
 
         def longer(tensor: torch.Tensor) -> torch.Tensor:
             return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in self._batches) else tensor
@@ -284,7 +281,7 @@ def _describe_trace_error(error: Exception) -> str:
     return f"{reason} (at {users[-1][0]}:{users[-1][1]})" if users else reason
 
 
-def check_path(path: str | os.PathLike[str]) -> Path:
+def _check_path(path: str | os.PathLike[str]) -> Path:
     """Check that the ``path`` argument is a path that ends in ``.pt2``."""
     check_type("path", path, (str, os.PathLike), "a path")
     path = Path(path)
@@ -293,7 +290,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def check_writable(path: Path) -> None:
+def _check_writable(path: Path) -> None:
     """Create missing folders and check that the file can be written, before a compile that may take minutes."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "path is a folder", str(path))

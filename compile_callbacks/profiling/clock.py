@@ -1,14 +1,11 @@
-"""The clock of all step times, which tests replace. `Span` measures a step, and `call_times_ms` single calls."""
+"""The clock of all step times, which tests replace. `Span` measures a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-_WARMUP_CALLS, _TIMED_CALLS, _MAX_SECONDS = 2, 50, 10
 
 seconds = time.perf_counter
 """Returns the time in seconds. Untimed steps call it directly, because a Python function takes longer."""
@@ -50,23 +47,3 @@ class Span:
             return float(self._end - self._start) * 1000
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end))
-
-
-def call_times_ms(call: Callable[[], object], *, device: torch.device) -> tuple[float, ...]:
-    """Time calls one by one, with a synchronization after each."""
-    milliseconds: list[float] = []
-    deadline = time.perf_counter() + _MAX_SECONDS
-    synchronize = getattr(getattr(torch, device.type, None), "synchronize", lambda: None)
-    for number in range(_WARMUP_CALLS + _TIMED_CALLS):
-        if device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        end = time.perf_counter()
-        if number >= _WARMUP_CALLS:
-            milliseconds.append((end - start) * 1000)
-            if end > deadline:
-                break
-    return tuple(milliseconds)

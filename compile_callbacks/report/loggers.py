@@ -1,4 +1,4 @@
-"""Writes the reports of `InductorCompile` and `AOTInductorExport` to Lightning's loggers and their folder.
+"""Writes the report of `InductorCompile` to Lightning's loggers and their folder.
 
 Call these functions on every rank: only rank zero writes. If a logger or a directory fails, the functions warn.
 """

@@ -103,7 +103,7 @@ def test_workarounds_are_deleted_when_the_oldest_torch_does_not_need_them():
 
 
 NAMES = [
-    *("AOTInductorExport", "CompileError", "CompileReport", "CompileWarning", "ExportError", "GraphPass"),
+    *("CompileError", "CompileReport", "CompileWarning", "ExportError", "GraphPass"),
     *("InductorBackend", "InductorCompile", "InductorConfig", "PhaseReport", "Tune", "compile_phases", "export"),
     *("graph_pass", "load_exported", "report_of", "restore", "templates"),
 ]
