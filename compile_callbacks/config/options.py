@@ -42,8 +42,8 @@ def as_options(options: Any) -> Mapping[str, Any]:
                 (value,) = as_passes((value,), f"options[{given!r}]")
         else:
             expected = _torch.inductor.settings().get_type(name)
-            # torch checks no other types. A wrong value of a union or a literal is an error of the compiler.
-            if typing.get_origin(expected) is None and not isinstance(value, expected):
+            # Unions, literals and annotations in quotes are not checked: the compiler refuses wrong values.
+            if isinstance(expected, type) and not isinstance(value, expected):
                 text = f"options[{given!r}]={value!r} must be of type {expected.__name__}, not {type(value).__name__}"
                 raise TypeError(with_code("CC202", text))
         checked[name] = value

@@ -88,9 +88,11 @@ def test_wrong_arguments_are_refused_by_name(row):
         call(**arguments)
 
 
-def test_every_mode_of_the_installed_torch_is_accepted():
+def test_every_mode_and_default_of_the_installed_torch_is_accepted():
     for mode in torch._inductor.list_mode_options():
         assert InductorConfig(mode=mode).resolved_options() == torch._inductor.list_mode_options(mode)
+    for option, value in torch._inductor.config.get_config_copy().items():
+        InductorConfig(options={option: value})
 
 
 def test_a_config_is_immutable():
