@@ -55,6 +55,8 @@ def test_report_prints_every_call_below_a_folder_with_its_reasons(tmp_path, comm
     file = write(tmp_path / "a", [RECORD, RECORD | {"call": "test"}])
     write(tmp_path / "b" / "c", [RECORD])
     out = command("report", tmp_path).out
+    run = [sys.executable, "-m", "compile_callbacks", "report", tmp_path]
+    assert subprocess.check_output(run, text=True).split() == out.split()  # in a process that imports nothing else
     assert out.count("2.00x") == 3
     assert out.index(str(tmp_path / "a")) < out.index("call test") < out.index(str(tmp_path / "b" / "c"))
     assert [text in out for text in ("Graph breaks", "m.py:3", "future")] == [True, True, False]
