@@ -248,25 +248,36 @@ class Double(torch.autograd.Function):
         return gradient * 2
 
 
+class Doubled(Wrapper):
+    def forward(self, x):
+        return Double.apply(self.net(x))
+
+
 def saves_sines(x):
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
     return checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False, context_fn=contexts)
 
 
 @all_versions
-@pytest.mark.parametrize(
-    ("function", "reason"), [(Double.apply, "torch cannot serialize"), (saves_sines, "context_fn")]
-)
-def test_a_graph_that_another_process_cannot_compile_is_not_sent(function, reason):
+def test_code_that_torch_cannot_serialize_compiles_in_the_foreground():
+    make = lambda: seeded(lambda: Classifier(Doubled(nn.Linear(8, 3))))  # noqa: E731
+    callback = InductorCompile("default", None, background=True)
+    module = run(callback, compiled_steps(2), make())
+    assert_trained_as_eager(module, make)
+    assert (len(reasons(callback.report.train)), callback.report.train.graphs) == (1, 1)
+
+
+@all_versions
+def test_a_graph_that_another_process_cannot_compile_is_not_sent():
     raised = []
 
     def backend(graph_module, inputs):
-        with pytest.raises(_torch.portable_graphs.NotPortableError, match=reason) as error:
+        with pytest.raises(_torch.portable_graphs.NotPortableError, match="context_fn") as error:
             _torch.portable_graphs.portable_graph(graph_module, inputs)
         raised.append(error)
         return graph_module.forward
 
-    torch.compile(function, backend=backend, fullgraph=True)(torch.ones(3, requires_grad=True))
+    torch.compile(saves_sines, backend=backend, fullgraph=True)(torch.ones(3, requires_grad=True))
     assert len(raised) == 1
 
 
