@@ -17,7 +17,7 @@ from compile_callbacks._utils.messages import check_type, describe_failure, expl
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
-from compile_callbacks.graphs.failures import OnError, Verify
+from compile_callbacks.graphs.target_log import OnError, Verify
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import Stage

@@ -18,7 +18,7 @@ from compile_callbacks._utils.errors import CompileError
 from compile_callbacks.calls.observed_calls import ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.graphs.failures import EagerFallback
+from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.profiling.recorder import CallInProgress
 from compile_callbacks.targets.target import Target
 
@@ -62,7 +62,7 @@ class CompiledFunction:
         target: Target,
         config: InductorConfig,
         backend: GraphBackend,
-        fallback: EagerFallback,
+        log: TargetLog,
         observed: ObservedCalls,
     ) -> None:
         self.calls = 0
@@ -71,12 +71,12 @@ class CompiledFunction:
         self.eager_frames: set[types.CodeType] = set()
         self.why_no_graph: str | None = None
         self._target = target
-        self._key = fallback.key
+        self._key = log.key
         self._config = config
         self._backend = backend
-        self._fallback = fallback
+        self._log = log
         self._observed = observed
-        self._recorder = fallback.recorder
+        self._recorder = log.recorder
         self._code: types.CodeType | None = None
         self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
         self._resets = self._recorder.resets
@@ -126,7 +126,7 @@ class CompiledFunction:
                 function, backend, self._convert, splits_for_ddp=splits, **arguments
             )
         except _torch.ports.MissingPortError as error:
-            self._fallback.warn("CC309", str(error), about="frames")
+            self._log.warn_later("CC309", str(error), about="frames")
             compiled = torch.compile(function, backend=backend, **arguments)
         self._backend.function = compiled
         return compiled
@@ -170,15 +170,15 @@ class CompiledFunction:
             return _torch.frames.skip_frame()
         if frame.code in self._compiled_code and self._runs_miss_eagerly():
             return _torch.frames.run_frame_eagerly()
-        call = self._fallback.eventful_call()
+        call = self._log.eventful_call()
         call.compiles, call.code = True, frame.code
         try:
             is_first = is_own and not self._backend.graphs
             if is_first and self._observed.gradients_differentiated:
-                if self._fallback.settings.on_error == "raise":
+                if self._log.settings.on_error == "raise":
                     raise CompileError(_DIFFERENTIATED)
-                raise self._fallback.run_target_eagerly("CC303", _DIFFERENTIATED)
-            self._backend.keeps_graph = self._fallback.settings.keeps_graph or self._observed.keeps_graph
+                raise self._log.run_target_eagerly("CC303", _DIFFERENTIATED)
+            self._backend.keeps_graph = self._log.settings.keeps_graph or self._observed.keeps_graph
             with self._tracing(call):
                 result = frame.convert()
             if (why_skipped := _torch.frames.skipped(result)) is None:

@@ -14,7 +14,7 @@ from compile_callbacks.calls.frozen_weights import WeightWatch
 from compile_callbacks.calls.observed_calls import ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
-from compile_callbacks.graphs.failures import EagerFallback, TargetSettings
+from compile_callbacks.graphs.target_log import TargetLog, TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
@@ -36,7 +36,7 @@ class CompiledTarget:
         key: The target, the phase, and the candidate.
         called: Whether the target was called in the phase.
         ran: Whether a call could have run the compiled function.
-        fallback: Records failures. Its settings tell whether the config is on trial.
+        log: Records failures. Its settings tell whether the config is on trial.
         backend: The backend, which has no reference to the module.
         function: The function of ``torch.compile``.
     """
@@ -64,9 +64,9 @@ class CompiledTarget:
         self._executions = recorder.executions
         self._warn = warn
         self._warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue at the end of a call
-        self.fallback = EagerFallback(self.key, recorder, settings)
-        self.backend = GraphBackend(target, config, self.fallback)
-        self.function = CompiledFunction(target, config, self.backend, self.fallback, observed)
+        self.log = TargetLog(self.key, recorder, settings)
+        self.backend = GraphBackend(target, config, self.log)
+        self.function = CompiledFunction(target, config, self.backend, self.log, observed)
         self._uncompilable: set[Any] = set()  # signatures of the inputs for which the compiler failed
         self._weights = WeightWatch(target.members[0].module)  # a target with frozen weights has a single member
         self._weights_are_suspect = True
@@ -151,20 +151,20 @@ class CompiledTarget:
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or call.runs_target_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
-            self.fallback.run_target_eagerly("CC101", reason)
-        if call.constant_draws and self.fallback.settings.verify != "off":
+            self.log.run_target_eagerly("CC101", reason)
+        if call.constant_draws and self.log.settings.verify != "off":
             reason = (
                 f"torch drew random numbers of Python in {', '.join(dict.fromkeys(call.constant_draws))} only while it "
                 "traced, so that each call would get the same numbers"
             )
-            if self.fallback.settings.verify == "raise":
+            if self.log.settings.verify == "raise":
                 message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
                 raise CompileError(with_code("CC306", message))
-            self.fallback.run_target_eagerly("CC306", reason)
+            self.log.run_target_eagerly("CC306", reason)
 
     def _issue_warnings(self) -> None:
         """Issue the warnings of earlier calls. The warnings of a candidate wait until the `Tune` has chosen it."""
-        while self._warnings and not self.fallback.settings.on_trial:
+        while self._warnings and not self.log.settings.on_trial:
             (code, message, about), self._warnings = self._warnings[0], self._warnings[1:]
             self._warn.warn(code, message, about=about)
 
@@ -187,11 +187,11 @@ class CompiledTarget:
         return bool(self._uncompilable) and signature((args, kwargs)) in self._uncompilable
 
     def _report_failure(self, call: CallInProgress, failure: BaseException) -> None:
-        if self.fallback.settings.on_error == "raise":
-            raise self.fallback.as_compile_error(failure) from failure
+        if self.log.settings.on_error == "raise":
+            raise self.log.as_compile_error(failure) from failure
         if call.nothing_ran:
             self._uncompilable.add(signature((call.args, call.kwargs)))
-        self.fallback.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
+        self.log.compiler_failed(failure, part="" if call.nothing_ran else "a part of ")
 
     def _warn_of_transform(self) -> None:
         target, phase = self.key[:2]

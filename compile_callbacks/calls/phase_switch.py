@@ -17,7 +17,7 @@ from compile_callbacks.calls.dispatcher import Dispatcher
 from compile_callbacks.calls.frozen_weights import unwatchable_reason
 from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.config.inductor_config import Variant
-from compile_callbacks.graphs.failures import TargetSettings
+from compile_callbacks.graphs.target_log import TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
@@ -214,7 +214,7 @@ class PhaseSwitch:
         self._free([key for key in of_phase if key[2] not in variants])
         for key in of_phase:
             if key[2] in variants and not on_trial:
-                self._compiled_targets[key].fallback.settings = self._settings  # its next call issues its warnings
+                self._compiled_targets[key].log.settings = self._settings  # its next call issues its warnings
 
     def free_compiled(self) -> None:
         """Free the memory of all compiled code. The next call of a target compiles it again."""

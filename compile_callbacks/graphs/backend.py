@@ -13,9 +13,9 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph, EagerGraph
-from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.requested_graph import RequestedGraph
 from compile_callbacks.graphs.requests import CompileRequest
+from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.base import pass_hook, pass_name
 from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
@@ -38,7 +38,7 @@ class GraphBackend:
     backend compiles the graph without the pass.
     """
 
-    def __init__(self, target: Target, config: InductorConfig, fallback: EagerFallback) -> None:
+    def __init__(self, target: Target, config: InductorConfig, log: TargetLog) -> None:
         self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
         self.graphs = 0  # the number of compiled graphs
         self.has_collective = False  # whether a graph communicates with other processes
@@ -47,11 +47,11 @@ class GraphBackend:
         # torch never frees a backend, so a backend must not keep the module alive.
         self._target = weakref.ref(target)
         self._modules = [weakref.ref(member.module) for member in target.members]
-        self._key = fallback.key
+        self._key = log.key
         self._config = config
-        self._passes = (*fallback.settings.passes, *config.passes)
-        self._recorder = fallback.recorder
-        self._fallback = fallback
+        self._passes = (*log.settings.passes, *config.passes)
+        self._recorder = log.recorder
+        self._log = log
         self._template_checked = False
         self.requested: list[RequestedGraph] = []  # graphs that another process compiles
         self._compiles_here = False  # whether another process could not compile a graph
@@ -62,7 +62,7 @@ class GraphBackend:
         if self._recorder.stopping():
             reason = "the run was asked to stop before the compile began"
             self._recorder.record("fallback", self._key, reason=reason)
-            return EagerGraph(_torch.graphs.eager_graph(graph_module), self._fallback)
+            return EagerGraph(_torch.graphs.eager_graph(graph_module), self._log)
         self._check_capture(graph_module)
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
@@ -75,17 +75,17 @@ class GraphBackend:
         read_statistics = operator.itemgetter(*statistics) if statistics else None
 
         def new_graph() -> CompiledGraph:
-            graph = CompiledGraph(EagerGraph(eager, self._fallback), read_statistics, self._recorder.executions)
+            graph = CompiledGraph(EagerGraph(eager, self._log), read_statistics, self._recorder.executions)
             graph.spare = None if has_collective else graph.eager
             self._in_memory.append(graph)
             return graph
 
         def use(graph: CompiledGraph, compiled: Callable[..., Any]) -> None:
             if self._config.uses_cudagraphs and device.type == "cuda":
-                compiled = CudaGraph(compiled, device, self._fallback)
-            if self._fallback.settings.verify != "off":  # the next call compares the code with eager
+                compiled = CudaGraph(compiled, device, self._log)
+            if self._log.settings.verify != "off":  # the next call compares the code with eager
                 communicates = has_collective or _torch.graphs.may_communicate(eager)
-                graph.verification = Verification(compiled, eager, options, self._modules, self._fallback, communicates)
+                graph.verification = Verification(compiled, eager, options, self._modules, self._log, communicates)
             graph.compiled, graph.eager = compiled, None
 
         graph = self._requested_graph(graph_module, example_inputs, options, new_graph, use, has_collective)
@@ -104,11 +104,11 @@ class GraphBackend:
     def _check_capture(self, graph_module: torch.fx.GraphModule) -> None:
         """Let the target run eagerly if torch may compute wrong results or gradients for a captured graph."""
         if _torch.torch_2_11.is_captured_wrongly(graph_module):
-            raise self._fallback.run_target_eagerly("CC307", _WRONG_FUNCTION)
+            raise self._log.run_target_eagerly("CC307", _WRONG_FUNCTION)
         if self._key.phase == "train" and _torch.torch_2_11.ends_at_gradient(graph_module):
-            raise self._fallback.run_target_eagerly("CC303", _OWN_GRADIENT)
-        if not self._fallback.settings.may_guess and (where := _torch.graphs.guesses_size_at(graph_module)):
-            raise self._fallback.run_target_eagerly("CC301", f"torch would guess at {where!r} that a size is not 1")
+            raise self._log.run_target_eagerly("CC303", _OWN_GRADIENT)
+        if not self._log.settings.may_guess and (where := _torch.graphs.guesses_size_at(graph_module)):
+            raise self._log.run_target_eagerly("CC301", f"torch would guess at {where!r} that a size is not 1")
 
     def _requested_graph(
         self,
@@ -120,7 +120,7 @@ class GraphBackend:
         has_collective: bool,
     ) -> Callable[..., Any] | None:
         """Request the code of a graph from another process, or return ``None`` if this process must compile it."""
-        settings, requests = self._fallback.settings, self._fallback.settings.requests
+        settings, requests = self._log.settings, self._log.settings.requests
         if (
             requests is None
             or not requests.in_run
@@ -140,7 +140,7 @@ class GraphBackend:
                 activation_memory_budget=self._config.activation_memory_budget,
                 keeps_graph=self.keeps_graph,
             )
-            graph = RequestedGraph(request, requests, self._fallback, new_graph, use, self._compile_here)
+            graph = RequestedGraph(request, requests, self._log, new_graph, use, self._compile_here)
         except _torch.portable_graphs.NotPortableError as error:
             self._recorder.record("foreground", self._key, reason=in_one_line(str(error)))
             return None
@@ -157,10 +157,10 @@ class GraphBackend:
         """Return a function that runs a graph eagerly, and record that the compiler failed."""
         shortage = next((e for e in _torch.dynamo.error_chain(error) if isinstance(e, torch.OutOfMemoryError)), None)
         if shortage is None:
-            self._fallback.compiler_failed(error)
+            self._log.compiler_failed(error)
         else:
             shortage = type(shortage)(str(shortage))  # a copy, because the traceback keeps tensors alive
-        return EagerGraph(eager, self._fallback, shortage)
+        return EagerGraph(eager, self._log, shortage)
 
     @property
     def waits(self) -> bool:
@@ -190,7 +190,7 @@ class GraphBackend:
         if reason is not None:
             self._recorder.record("template", self._key, reason=reason)
             phase = self._key.phase
-            self._fallback.warn("CC204", f"{self._recorder.mode_arguments[phase]}: {reason}", about=phase)
+            self._log.warn_later("CC204", f"{self._recorder.mode_arguments[phase]}: {reason}", about=phase)
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -216,10 +216,10 @@ class GraphBackend:
             except _torch.dynamo.control_flow():
                 raise
             except Exception as error:
-                if self._fallback.settings.on_error == "raise":
+                if self._log.settings.on_error == "raise":
                     raise
                 failure = find_pass_error(error)
-                own = self._config.passes if self._fallback.settings.on_trial else ()
+                own = self._config.passes if self._log.settings.on_trial else ()
                 # Without a pass of its own, a candidate of a `Tune` would be another candidate.
                 if failure is None or any(graph_pass is failure.failed for graph_pass in own):
                     return error
@@ -247,7 +247,7 @@ class GraphBackend:
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
             f"report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
-        self._fallback.warn("CC701", message, about=(target, phase, pass_name(failure.failed)))
+        self._log.warn_later("CC701", message, about=(target, phase, pass_name(failure.failed)))
 
     # ------------------------------------------------------------------------------------------ memory
 

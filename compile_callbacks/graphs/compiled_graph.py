@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.graphs.failures import EagerFallback
+from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.profiling.recorder import Executions
 
@@ -23,20 +23,20 @@ class EagerGraph:
     """
 
     graph: torch.fx.GraphModule
-    fallback: EagerFallback
+    log: TargetLog
     out_of_memory: Exception | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        self.fallback.recorder.part_runs_eagerly()
+        self.log.recorder.part_runs_eagerly()
         try:
             with _torch.modes.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
         except torch.OutOfMemoryError:
-            self.fallback.eventful_call().recompiles_in_next_call |= self.out_of_memory is not None
+            self.log.eventful_call().recompiles_in_next_call |= self.out_of_memory is not None
             raise
         if self.out_of_memory is not None:
-            self.fallback.compiler_failed(self.out_of_memory)
+            self.log.compiler_failed(self.out_of_memory)
             self.out_of_memory = None
         return outputs
 
@@ -81,7 +81,7 @@ class CompiledGraph:
                 raise
             outputs = self.spare(*inputs)  # if this raises, the error is the user's
             self.executions.graphs -= 1
-            self.spare.fallback.compiled_code_failed(error, part="a part of ")
+            self.spare.log.compiled_code_failed(error, part="a part of ")
             self.eager, self.compiled, self.run = self.spare, None, None
             return outputs
 
@@ -98,7 +98,7 @@ class CompiledGraph:
                 self.executions.graphs += 1
                 return self.compiled(*inputs)
             if not accepted:
-                self.eager = EagerGraph(self.verification.eager, self.verification.fallback)
+                self.eager = EagerGraph(self.verification.eager, self.verification.log)
             self.verification = None  # frees the captured graph of an accepted graph
         if self.eager is not None:
             return self.eager(*inputs)
@@ -124,10 +124,10 @@ class CudaGraph:
     that is an input or a view of an input is not copied.
     """
 
-    def __init__(self, compiled: Callable[..., Any], device: torch.device, fallback: EagerFallback) -> None:
+    def __init__(self, compiled: Callable[..., Any], device: torch.device, log: TargetLog) -> None:
         self._compiled = compiled
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._fallback = fallback
+        self._log = log
         self._owned: list[int] | None = None  # positions of outputs in CUDA graph memory, the same in each call
 
     def __call__(self, *inputs: Any) -> list[Any]:
@@ -144,12 +144,12 @@ class CudaGraph:
 
     def _report_repair(self) -> None:
         """Warn that the first run of a CUDA graph raised. The user may have caught the exception to skip a batch."""
-        target, phase = self._fallback.key[:2]
+        target, phase = self._log.key[:2]
         message = (
             f"target {target!r} ({phase} phase): the first run of a CUDA graph raised an exception "
             "before this call, such as OutOfMemoryError; torch runs and records that graph again at its next call"
         )
-        self._fallback.warn("CC305", message)
+        self._log.warn_later("CC305", message)
 
 
 def _is_cuda(value: object) -> bool:

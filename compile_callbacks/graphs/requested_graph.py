@@ -10,8 +10,8 @@ from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks.graphs.compiled_graph import CompiledGraph
-from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, RequestQueue
+from compile_callbacks.graphs.target_log import TargetLog
 
 
 @dataclass(eq=False, repr=False)
@@ -25,7 +25,7 @@ class RequestedGraph:
 
     request: CompileRequest
     requests: RequestQueue
-    fallback: EagerFallback
+    log: TargetLog
     new_graph: Callable[[], CompiledGraph]
     use: Callable[[CompiledGraph, Callable[..., Any]], None]
     compile_here: Callable[[str], None]  # lets the target compile in this process instead, for the given reason
@@ -33,7 +33,7 @@ class RequestedGraph:
     sent_to: object = None  # the process that has got it
 
     def __post_init__(self) -> None:
-        self.key = self.fallback.key
+        self.key = self.log.key
         self.first = self.new_graph()  # Dynamo's code calls it if all sizes are constant
         self.eager = self.first.eager
         self._is_valid: Callable[[Sequence[Any]], bool] = lambda inputs: True
@@ -47,7 +47,7 @@ class RequestedGraph:
             return self.first(*inputs)
         if self.first.eager is None:  # freed after the call, because other graphs of the target may still run in it
             reason = "the code of another process is not valid for the sizes of a call"
-            self.fallback.eventful_call().compile_here = functools.partial(self.compile_here, reason)
+            self.log.eventful_call().compile_here = functools.partial(self.compile_here, reason)
         assert self.eager is not None
         return self.eager(*inputs)
 
@@ -62,7 +62,7 @@ class RequestedGraph:
 
     def load(self, answer: CompileAnswer) -> None:
         """Load compiled code, and use it from the next call on."""
-        started, recorder, key = time.perf_counter(), self.fallback.recorder, self.key
+        started, recorder, key = time.perf_counter(), self.log.recorder, self.key
         compiled = _torch.portable_graphs.load(answer.artifact, self.request.options)
         self.use(self.first, compiled)
         self._is_valid = _torch.portable_graphs.guard_of(answer.guards, self.request.graph.symbol_positions)

@@ -20,8 +20,8 @@ from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
 from compile_callbacks.graphs.accuracy import GRADIENT, Comparison, Tensors, not_compared
-from compile_callbacks.graphs.failures import EagerFallback
 from compile_callbacks.graphs.snapshot import Snapshot
+from compile_callbacks.graphs.target_log import TargetLog
 
 _REACTIONS = {
     ("warn", "differs"): ("nothing", ""),
@@ -45,7 +45,7 @@ class Verification:
     eager: torch.fx.GraphModule
     options: Mapping[str, Any]
     modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
-    fallback: EagerFallback
+    log: TargetLog
     communicates: bool  # with other processes
     lacked_memory: bool = False  # whether the first comparison ran out of memory; a second one is the last
 
@@ -62,18 +62,18 @@ class Verification:
                 return None
         if isinstance(comparison, Comparison):
             return self._react_to(comparison)
-        self.fallback.eventful_call().runs_target_eagerly = True
-        self.fallback.compiled_code_failed(comparison)
+        self.log.eventful_call().runs_target_eagerly = True
+        self.log.compiled_code_failed(comparison)
         return False
 
     def _react_to(self, comparison: Comparison) -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
-        settings, recorder, (target, phase) = self.fallback.settings, self.fallback.recorder, self.fallback.key[:2]
+        settings, recorder, (target, phase) = self.log.settings, self.log.recorder, self.log.key[:2]
         mode, is_random = recorder.mode_arguments[phase], comparison.why_not in ("dropout", "random numbers")
         fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
         recorder.compiles_seen += 1
         figures = {name: value for name, value in vars(comparison).items() if name != "is_wrong"}
-        recorder.record("verify", self.fallback.key, fix=fix if is_random else None, **figures)
+        recorder.record("verify", self.log.key, fix=fix if is_random else None, **figures)
         outcome = comparison.why_not or ("wrong" if comparison.is_wrong else comparison.verdict)
         if (settings.verify, outcome) not in _REACTIONS:
             return True
@@ -83,11 +83,11 @@ class Verification:
         if reaction == "raise":
             raise CompileError(with_code("CC302", message))
         if reaction == "target":
-            self.fallback.eventful_call().runs_target_eagerly = True
+            self.log.eventful_call().runs_target_eagerly = True
         if not settings.on_trial:
             if reaction != "nothing":
-                recorder.record("fallback", self.fallback.key, reason=comparison.reason, code="CC302")
-            self.fallback.warn("CC302", message)
+                recorder.record("fallback", self.log.key, reason=comparison.reason, code="CC302")
+            self.log.warn_later("CC302", message)
         return reaction == "nothing"
 
     def _compare(self, inputs: Sequence[Any]) -> Comparison | Exception:

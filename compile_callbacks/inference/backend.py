@@ -19,8 +19,8 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
-from compile_callbacks.graphs.failures import OnError, TargetSettings, Verify
 from compile_callbacks.graphs.snapshot import Snapshot
+from compile_callbacks.graphs.target_log import OnError, TargetSettings, Verify
 from compile_callbacks.inference import saved_state
 from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
 from compile_callbacks.report.report import CompileReport, uncompiled_report

@@ -11,7 +11,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_cache_dir
-from compile_callbacks.graphs.failures import TargetSettings
+from compile_callbacks.graphs.target_log import TargetSettings
 from compile_callbacks.passes.base import as_passes
 from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.resolve import check_target_names

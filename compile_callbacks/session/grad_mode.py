@@ -16,7 +16,7 @@ from compile_callbacks._utils.messages import explain_unknown_arguments
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
-from compile_callbacks.graphs.failures import OnError, Verify
+from compile_callbacks.graphs.target_log import OnError, Verify
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session

@@ -1,4 +1,4 @@
-"""`TargetSettings`: the reactions to failures and differences from eager. `EagerFallback` reacts."""
+"""`TargetSettings`: the reactions to failures and differences from eager. `TargetLog` records and reacts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TargetSettings:
 
 
 @dataclass(eq=False)
-class EagerFallback:
+class TargetLog:
     """Records the failures of one compiled target, and the eager runs that follow."""
 
     key: CompileKey
@@ -81,7 +81,7 @@ class EagerFallback:
             f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
             f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint(error)}"
         )
-        self.warn("CC301", message)
+        self.warn_later("CC301", message)
 
     def compiled_code_failed(self, error: Exception, part: str = "") -> None:
         """Record that the target, or a part of it, runs eagerly, because its compiled code raised an error."""
@@ -94,7 +94,7 @@ class EagerFallback:
         self.eventful_call().runs_target_eagerly = True
         self.recorder.record("fallback", self.key, reason=reason, code=code)
         target, phase = self.key[:2]
-        self.warn(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+        self.warn_later(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
         return CompileError(reason)
 
     def as_compile_error(self, error: BaseException) -> CompileError:
@@ -113,7 +113,7 @@ class EagerFallback:
         may_be_damage &= folder is not None
         return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if may_be_damage else ""
 
-    def warn(self, code: str, message: str, *, about: Hashable = None) -> None:
+    def warn_later(self, code: str, message: str, *, about: Hashable = None) -> None:
         """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
         self.eventful_call().warnings += ((code, message, about or self.key[:2]),)
 
