@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.autograd import forward_ad
 
+from compile_callbacks._torch import torch_2_11
 from compile_callbacks._torch.ports import optional
 
 _DEVICES = ("cpu", "cuda")
@@ -42,12 +43,16 @@ def restored_after_error() -> Iterator[None]:
 @optional("transform levels", lambda: lambda: None)
 def _transforms_left() -> Callable[[], None]:
     """Return a function that leaves the transforms and the level of forward AD that are entered from now on."""
-    leave, exit_level = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth, torch._C._exit_dual_level
+    exit_level = torch._C._exit_dual_level
+    leave: Callable[[int], None]
+    if torch_2_11.IS_OLDER_THAN_2_13:
+        leave = torch_2_11.leave_transforms
+    else:
+        leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
     depth, has_level = torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
 
     def leave_transforms() -> None:
-        with contextlib.suppress(RuntimeError):  # torch 2.11 raises after it has left the last transform
-            leave(depth)
+        leave(depth)
         if not has_level:
             with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
                 exit_level(level=0)

@@ -132,3 +132,22 @@ def own_warnings_off() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         yield
+
+
+# ------------------------------------------------------------------------------------------ transforms
+
+
+def leave_transforms(depth: int) -> None:
+    """Leave the innermost transforms of torch.func until only ``depth`` are active.
+
+    Workaround (torch<2.13): ``pop_dynamic_layer_stack_and_undo_to_depth`` raises an error, and leaves another number.
+    """
+    functorch = torch._C._functorch
+    leave = {
+        functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
+        functorch.TransformType.Grad: functorch._grad_decrement_nesting,
+        functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
+        functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
+    }
+    while functorch.get_dynamic_layer_stack_depth() > depth:
+        leave[functorch.peek_interpreter_stack().key()]()
