@@ -371,6 +371,7 @@ def test_next_run_takes_the_winner_from_the_cache(monkeypatch, tmp_path, caplog)
 
 def test_code_of_a_losing_candidate_is_freed(monkeypatch):
     def graphs_in_the_last_step(mode):
+        torch.compiler.reset()  # frees the graphs of other tests
         with without_automatic_collection():
             counts = [compiled_graphs()]
             count = LambdaCallback(on_train_epoch_end=lambda *args: counts.append(compiled_graphs()))
