@@ -74,12 +74,8 @@ def compile_function(
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
     wrap = functools.partial(_Conversion if fullgraph else _ConvertFrame, splits_for_ddp=splits_for_ddp)
     with ports.essential("frames"):
-        (
-            run_frame_eagerly(),
-            skip_frame(),
-            torch._dynamo.exc.Unsupported,
-            torch._dynamo.exc.UserError,
-        )  # are needed later
+        # A later frame needs these parts, too late to compile the target in another way.
+        _ = run_frame_eagerly(), skip_frame(), torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError
         context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
         context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
         compiled: Callable[..., Any] = context(function)

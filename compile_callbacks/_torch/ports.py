@@ -2,7 +2,7 @@
 
 Nothing private is read at import. A part that is missing or fails in use costs what `LOST` says. *Observing* ports then
 return ``None`` or the cautious answer, and *repairing* ports are skipped. Without an *essential* port, the target is
-compiled as by hand, or its graphs run eagerly. Where a function has no decorator, its callers handle errors.
+compiled as by hand, or its graphs run eagerly. If a function has no decorator, its callers handle errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOST = {
     "comparison": "graphs are not compared with eager",
     "settings": "modes have no options, and some templates fall back",
 }
-"""What is lost without each port."""
+"""The loss without each port."""
 
 _failures: dict[str, str] = {}  # by port, in this process
 

@@ -26,7 +26,7 @@ _NOISE = 0.25  # the error of an eager result that says nothing, because roundin
 _FAR = 0.5  # an element is far off if its error is larger than this share of its magnitude plus the tensor's
 _FEW = 2.0**-10  # the share of elements that may be far off, as if a comparison with zero flips
 _WRONG = 0.5  # no rounding error of a tensor is half as large as the tensor itself
-_ZERO = 1e-6  # relative to the rounding errors of the largest gradient: what is smaller in float64 is zero
+_ZERO = 1e-6  # relative to the rounding errors of the largest gradient: a smaller float64 value is zero
 _CHUNK = 2**22  # elements to compare at once, which bounds the memory of a comparison
 COMPARISON_BYTES = 8 * 8 * _CHUNK  # eight chunks in float64, in addition to the compared tensors
 
@@ -165,7 +165,7 @@ def _errors(reference: torch.Tensor, result: torch.Tensor, eager: torch.Tensor) 
 
 
 def _judge(both: Mapping[str, list[_Errors]], limits: _Limits) -> dict[str, tuple[str, float]]:
-    """Judge the compiled and eager errors in a float64 run. A verdict has the compiled error, or a noisy eager one."""
+    """Evaluate the errors in a float64 run. A verdict has the compiled error, or the eager one of a noisy tensor."""
     verdicts = {}
     for name, (compiled, eager) in both.items():
         (allowed, floor), elements = limits[name], compiled.elements

@@ -29,7 +29,7 @@ _REACTIONS = {
     **{("eager", each): ("target", "; it runs eagerly from here on (verify='eager')") for each in ("differs", "wrong")},
     **{("raise", each): ("raise", " (verify='raise')") for each in ("differs", "wrong", "error")},
 }
-"""What runs eagerly for a setting and an outcome, and the end of the message. Other outcomes have no reaction."""
+"""The reaction to a setting and an outcome: the part that runs eagerly, and the end of the message."""
 
 
 @dataclass(eq=False)

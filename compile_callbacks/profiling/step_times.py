@@ -138,7 +138,7 @@ class _Timed:
 
 
 class StepKey(NamedTuple):
-    """What the steps of a record have in common."""
+    """The properties that the steps of a record share."""
 
     variant: str | None
     kind: StepKind

@@ -158,8 +158,7 @@ class PhaseDiagnostics(Figures):
 
     @figure(default={})
     def eager_calls(self) -> dict[str, int]:
-        """Number of calls by target that ran eagerly, or of which a part did, in steps with the settings of the
-        phase."""
+        """Number of calls by target that ran eagerly, entirely or in part, in steps with the settings of the phase."""
         calls: Counter[str] = Counter()
         for key, number in self.facts.recorder.executions.eager_calls.items():
             calls[key.target] += number if self.facts.counts(key) else 0

@@ -1,4 +1,4 @@
-"""What a run shows that the user should know, as functions of a `PhaseRun`. A `Session` warns of it and records it."""
+"""Functions that find problems of a `PhaseRun`, of which a `Session` warns and which it records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     Attributes:
         code: The code of the warning.
         message: The message of the warning, or "" if the report alone tells it.
-        about: What it is about. Each warning is issued once for each subject.
+        about: The subject. Each warning is issued once for each subject.
         event: The event to record, if no event tells it yet.
     """
 
@@ -81,9 +81,12 @@ def settings_without_effect(run: PhaseRun, *, sharded: bool) -> Iterator[tuple[E
         message = f"{mode} asks for freezing, which has no effect: {WEIGHTS_ARE_SHARDED}"
         yield "freezing", message, message
     if config.uses_cudagraphs and run.device.type != "cuda":
-        message = f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run "
+        message = (
+            f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run compiled "
+            "without them"
+        )
         reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {run.device.type.upper()}"
-        yield "cudagraph_skip", f"{message}compiled without them", reason
+        yield "cudagraph_skip", message, reason
 
 
 def unfrozen(run: PhaseRun, compiled: CompiledTarget) -> Iterator[Finding]:
@@ -172,7 +175,7 @@ def never_called(switch: PhaseSwitch) -> Iterator[Finding]:
 
 
 def at_begin(*, background: bool) -> Iterator[Finding]:
-    """Find settings of torch that change what a run gets."""
+    """Find settings of torch that change the run."""
     if _torch.dynamo.is_disabled():
         message = "TORCH_COMPILE_DISABLE is set, so torch compiles nothing, and all steps run eagerly"
         yield Finding("CC101", message, "disabled")

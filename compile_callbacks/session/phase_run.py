@@ -131,7 +131,7 @@ class PhaseRun:
     # ------------------------------------------------------------------------------------------ background=True
 
     def _waits(self, variant: Variant) -> Variant | None:
-        """Return what runs while another process compiles a variant, or ``None`` if the variant runs itself."""
+        """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
         requests = self._requests
         if requests is None or self._loaded:
             return None

@@ -350,7 +350,7 @@ class Session:
     # ------------------------------------------------------------------------------------------ parts of the above
 
     def _tell(self, found: Iterable[findings.Finding]) -> None:
-        """Record what was found, unless an event of the kind tells it already, and warn once."""
+        """Record each finding, unless an event of its kind has a reason already, and warn once."""
         for code, message, about, event in found:
             if event is not None:
                 kind, key, reason = event

@@ -23,7 +23,7 @@ Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared",
 
 
 class CompileFacts(NamedTuple):
-    """What the compile events of a candidate show so far."""
+    """The facts in the compile events of a candidate so far."""
 
     seconds: float = 0.0  # the compile time
     problem: tuple[Verdict, str] | None = None  # the reason why the candidate cannot win

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class Conditions(NamedTuple):
-    """What a run knows when it begins."""
+    """The conditions of a run, which are known when it begins."""
 
     known: Mapping[str, str]  # on which the winner depends
     record: ModelRecord | None  # the file with the winners of earlier runs
