@@ -1,4 +1,4 @@
-"""Writes the figures of the docs and of the README, and the README's chart, from the files in benchmarks/results:
+"""Writes the figures of the README, the docs and benchmarks/results/*.md, and the chart, from benchmarks/results:
 
 python benchmarks/pages.py [--check]
 
@@ -36,6 +36,11 @@ from summaries import SUMMARIES
 from tables import Row, origins, print_columns, read
 
 ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(path for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")) if path.name != "README.md"),
+]
 FIGURES = re.compile(r"(<!-- figures: (\w+)(?:/(\w+))? -->)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 
@@ -187,7 +192,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     stale = []
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in PAGES:
         text = page.read_text()
         if (new := filled(text)) != text:
             stale.append(str(page.relative_to(ROOT)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -104,11 +105,11 @@ def with_cudagraphs(machine: str) -> None:
 
 
 def no_gain(machine: str) -> None:
-    """Each compiled way whose steps are not faster than eager steps by more than noise."""
+    """The five compiled ways with the lowest speedups, of those that are not faster than eager by more than noise."""
     rows = [row for name in WITH_INTERVALS for row in rows_of(f"{machine}/{name}")]
     rows = [row for row in rows if row["faster"] is False and "eager" not in row["way"]]
     lines = []
-    for row in sorted(rows, key=lambda row: row["speedup"]):
+    for row in sorted(rows, key=lambda row: row["speedup"])[:5]:
         verdict = "slower" if row["speedup_interval"][1] < 1 else "no clear difference"
         lines.append([workload(row), row["way"], with_interval(row), verdict])
     print_table(["workload", "way", "speedup over eager (95% interval)", "steps"], lines)
@@ -213,35 +214,6 @@ def fsdp2_step(machine: str) -> None:
           f"({ours['speedup']:.2f}x). The peak memory is {ours['memory_ratio']:.2f} of eager's")  # fmt: skip
 
 
-def whole_graphs(machine: str) -> None:
-    """Whole graphs against split graphs, at the batch size with several rounds."""
-    rows = rows_of(f"{machine}/ddp")
-    rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
-    names = {
-        (1, "ours"): "one GPU, compiled", (2, "eager"): "two GPUs, eager", (2, "ours"): "two GPUs, whole graphs",
-        (2, "by hand"): "two GPUs, graphs split at DDP's buckets",
-    }  # fmt: skip
-    lines = []
-    for (gpus, way), name in names.items():
-        of_rounds = [row["step_ms"] for row in rows if (row["gpus"], row["way"]) == (gpus, way)]
-        span = f"{min(of_rounds):.1f} to {max(of_rounds):.1f}" if len(of_rounds) > 1 else ""
-        lines.append([name, f"{statistics.median(of_rounds):.1f}", span, str(len(of_rounds))])
-    head = [f"{workload(rows[0])} on each GPU", "ms for each step", "range of the rounds", "rounds"]
-    print_from(machine, ["ddp"], head, lines)
-
-
-def max_pool(machine: str) -> None:
-    """Training with and without the pass of the library."""
-    without = 'InductorCompile("reduce-overhead")'
-    rows, lines = rows_of(f"{machine}/resnet50_train*"), []
-    for size in in_order(rows, lambda row: row["batch_size"]):
-        ways = ("eager", without, f"{without}, TritonMaxPoolBackward")
-        found = [find(rows, way, batch_size=size) for way in ways]
-        lines.append([workload(found[0]), *(ms(row["step_ms"]) for row in found), speedup(*found[1:])])
-    head = ["workload", "eager ms", "without the pass ms", "with the pass ms", "ratio (95% interval)"]
-    print_from(machine, ["resnet50_train*"], head, lines)
-
-
 def longest_step(machine: str) -> None:
     """The longest step of a ResNet-50 in the background, and by hand."""
     rows = rows_of(f"{machine}/background_resnet50_16")
@@ -265,16 +237,6 @@ def first_100_steps(machine: str) -> None:
     print(f"{min(lost):.1f} to {max(lost):.1f} s longer")
 
 
-def meanwhile(machine: str) -> None:
-    """The steps during a compile in the background, with one thread and with more."""
-    texts = []
-    for result in reversed(read(f"{machine}/background_*")):
-        ours, eager = (find(result["rows"], way) for way in ("background", "eager"))
-        texts.append(f"{ours['meanwhile_ms']:.0f} ms instead of {eager['steady_ms']:.0f} ms, and the longest "
-                     f"{ours['longest_s']:.1f} s")  # fmt: skip
-    print(f"With two threads, steps took {texts[0]}. With one thread, they took {texts[1]}")
-
-
 def first_compile(machine: str) -> None:
     """The first step of a ResNet-50 that is compiled by hand."""
     seconds = [row["longest_s"] for row in rows_of(f"{machine}/background_resnet50_*") if row["way"] == "by hand"]
@@ -282,12 +244,60 @@ def first_compile(machine: str) -> None:
 
 
 def chart_origin(machine: str) -> None:
-    """The origin of the rows of the chart."""
-    print(origins(read(f"{machine}/resnet50_*")))
+    """The machine, the versions and the day of the bars of the chart, without the commits."""
+    found = origins([*read(f"{machine}/resnet50_train"), *read(f"{machine}/ordinary_*")])
+    print(re.sub(r", commit .*(?=, [-\d]+$)", "", found))
+
+
+def of_by_hand(machine: str) -> None:
+    """The steps of the bars against those by hand, in the same mode."""
+    ratios = [
+        ours["step_ms"] / hand["step_ms"]
+        for name, mode, _, hand, ours in comparisons(machine)
+        if mode == "reduce-overhead" and "DDP" not in name
+    ]
+    print(f"{statistics.geometric_mean(ratios):.2f} times as long")
+
+
+def whole_graphs(machine: str) -> None:
+    """Whole graphs against split graphs, at the batch size with several rounds."""
+    rows = rows_of(f"{machine}/ddp")
+    size = rows[0]["batch_size"]
+    whole, split = (rounds([row for row in rows if row["gpus"] == 2], way, size) for way in ("ours", "by hand"))
+    print(f"a step with {size} images on each GPU took {whole['step_ms']:.0f} ms instead of {split['step_ms']:.0f} ms")
+
+
+def max_pool(machine: str) -> None:
+    """Training with and without the example's pass, as a table."""
+    without = 'InductorCompile("reduce-overhead")'
+    rows, lines = rows_of(f"{machine}/resnet50_train*"), []
+    for size in in_order(rows, lambda row: row["batch_size"]):
+        ways = ("eager", without, f"{without}, TritonMaxPoolBackward")
+        found = [find(rows, way, batch_size=size) for way in ways]
+        lines.append([workload(found[0]), *(ms(row["step_ms"]) for row in found), speedup(*found[1:])])
+    head = ["workload", "eager ms", "without the pass ms", "with the pass ms", "ratio (95% interval)"]
+    print_from(machine, ["resnet50_train*"], head, lines)
+
+
+def memory_peaks(machine: str) -> None:
+    """The peak memory of a model like GPT-2: eager, the defaults, and settings for less memory."""
+    rows = {row["way"]: row["peak_memory_mib"] for row in rows_of(f"{machine}/memory")}
+    few = 'baseline_steps=0, verify="off"'
+    print(
+        f"eager steps need {rows['eager']:,.0f} MiB, the defaults {rows['InductorCompile()']:,.0f} MiB, the first two "
+        f"settings {rows[few]:,.0f} MiB, and all three {rows[f'{few}, activation_memory_budget=0.5']:,.0f} MiB"
+    )
+
+
+def warm_seconds(machine: str) -> None:
+    """The first compiled step of a ResNet-18 with an empty `cache_dir`, and with one of an earlier run."""
+    rows = read(f"{machine}/warm_start*")[-1]["rows"]
+    cold, warm = (find(rows, f"library, {start}")["seconds"] for start in ("cold", "warm"))
+    print(f"{cold:.0f} s without and {warm:.1f} s with the folder of an earlier run")
 
 
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, first_100_steps, meanwhile,
-    first_compile, chart_origin,
+    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, first_100_steps, first_compile,
+    chart_origin, of_by_hand, memory_peaks, warm_seconds,
 ]  # fmt: skip

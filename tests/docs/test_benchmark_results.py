@@ -13,7 +13,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_figures_and_chart_are_those_of_the_result_files(pages, monkeypatch):
         return found[1] + re.sub(r"\d\b", lambda digit: str((int(digit[0]) + 1) % 10), found[4]) + found[5]
 
     used = set()
-    for text in [path.read_text() for path in PAGES]:
+    for text in [path.read_text() for path in pages.PAGES]:
         assert pages.filled(pages.FIGURES.sub(other, text)) == text  # each figure of the page comes from a file
     names = [*pages.TABLES, *(summary.__name__ for summary in pages.SUMMARIES)]
     assert len(names) == len(set(names))
@@ -56,7 +55,7 @@ def test_figures_and_chart_are_those_of_the_result_files(pages, monkeypatch):
 def test_machine_has_the_figures_of_its_file(pages):
     """Computed here again, without the code of the pages."""
     rows = json.loads((FOLDER / "h200" / "resnet50_train.json").read_text())["rows"]
-    text = (ROOT / "docs" / "project" / "benchmarks_h200.md").read_text()
+    text = (FOLDER / "h200.md").read_text()
     for way in {row["way"] for row in rows}:
         cells = [way]
         for row in sorted((row for row in rows if row["way"] == way), key=lambda row: row["batch_size"]):
