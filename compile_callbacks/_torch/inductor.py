@@ -98,7 +98,7 @@ def compile_graph(
     options: Mapping[str, Any],
     activation_memory_budget: float | None = None,
     keeps_graph: bool = False,
-    on_backward_lowered: Callable[[int, float], None],
+    on_backward_lowered: Callable[[int], None],
     compile_by: Callable[..., Any] | None = None,
 ) -> Any:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
@@ -109,8 +109,7 @@ def compile_graph(
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
     step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
     change it. With ``keeps_graph``, the backward pass may run more than once (``retain_graph=True``), and needs more
-    memory. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it
-    needs, and with the seconds that Inductor took for it.
+    memory. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it needs.
     """
     with ports.essential("inductor"):
         from torch._functorch import config as functorch_config
@@ -133,10 +132,9 @@ def compile_graph(
             autograd.save_copies(graph, buffers if len(inputs) == count else ())
             if keeps_graph:
                 autograd.overwrite_no_saved_tensors()
-        started = time.perf_counter()
         code = compile_fx_inner(graph, *args, **kwargs)
         if is_backward:
-            on_backward_lowered(_saved_bytes(graph), time.perf_counter() - started)
+            on_backward_lowered(_saved_bytes(graph))
         return code
 
     has_passes = any("custom" in name and value is not None for name, value in options.items())

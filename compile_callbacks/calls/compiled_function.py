@@ -79,7 +79,7 @@ class CompiledFunction:
         self._recorder = log.recorder
         self._code: types.CodeType | None = None
         self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
-        self._resets = self._recorder.resets
+        self._resets = self._recorder.executions.resets
         self._static_call: int | None = None  # the number of the call that compiles for the second set of sizes
         self._misses: list[int] = []  # the numbers of the calls that no graph fitted, since the last compile
         self._guards_hooks = self._integers_reported = self._always_compiles = False
@@ -211,8 +211,8 @@ class CompiledFunction:
         call = self._recorder.calling.current
         if call is None or call.compiles or self._always_compiles or self._backend.has_collective:
             return False
-        if self._resets != self._recorder.resets:  # torch has no code any more
-            self._resets = self._recorder.resets
+        if self._resets != self._recorder.executions.resets:  # torch has no code any more
+            self._resets = self._recorder.executions.resets
             self._compiled_code.clear()
             return False
         # An activation checkpoint must recompute with the code of the forward pass. A reentrant one calls a module that

@@ -95,7 +95,7 @@ class CompiledTarget:
             if self._frozen and (unfrozen := self._free_if_weights_changed()) is not None:
                 return unfrozen.call(member, *args, **kwargs)
             compiled = function.get()
-        if self._recorder.listener not in self._recorder.listeners:
+        if self._recorder not in self._recorder.listeners:
             self._recorder.listen_after_reset()
         graphs_before = executions.graphs
         calling.current = call = CallInProgress()
@@ -233,7 +233,6 @@ class CompiledTarget:
     @property
     def why_no_graph(self) -> str:
         """The reason why the target has no compiled graph: its first graph break, or what torch told."""
-        breaks = self._recorder.events_of(self.key.phase, "graph_break")
-        reasons = [event.reason for event in breaks if event.target == self.key.target]
+        reasons = [event.reason for event in self._recorder.events_of(self.key, "graph_break")]
         unknown = "TORCH_COMPILE_DISABLE is set" if _torch.dynamo.is_disabled() else "torch gives no reason"
         return short_reason(next(filter(None, [*reasons, self.function.why_no_graph]), unknown))

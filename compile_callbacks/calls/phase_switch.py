@@ -188,9 +188,8 @@ class PhaseSwitch:
         if reason is None:
             return True
         key = CompileKey(target.name, "infer", candidate=variant.name)
-        recorded = self._recorder.events_of("infer", "freezing")
         message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-        if not any((event.reason, event.candidate) == (message, key.candidate) for event in recorded):
+        if all(event.reason != message for event in self._recorder.events_of(key, "freezing")):
             self._recorder.record("freezing", key, reason=message, show=False)
             # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
             if variant.name is None and not member.sharded:

@@ -233,12 +233,13 @@ class GraphBackend:
     def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
         """Record the run of each pass. If a pass did not run, the graph is from torch's cache."""
         for run in runs:
-            self._recorder.pass_runs.append((self._key, run.to_dict()))
+            self._recorder.executions.pass_runs.append((self._key, run.to_dict()))
         ran = {(run.name, run.hook) for run in runs}
         for graph_pass in self._passes:
             name, hook = pass_name(graph_pass), pass_hook(graph_pass)
             if (name, hook) not in ran and not any(graph_pass is skipped_pass for skipped_pass in skipped):
-                self._recorder.pass_runs.append((self._key, {"name": name, "hook": hook, "from_cache": True}))
+                cached = {"name": name, "hook": hook, "from_cache": True}
+                self._recorder.executions.pass_runs.append((self._key, cached))
 
     def _report_failed_pass(self, failure: GraphPassError) -> None:
         self._recorder.record("pass_skipped", self._key, reason=str(failure))

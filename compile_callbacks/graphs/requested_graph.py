@@ -66,9 +66,8 @@ class RequestedGraph:
         compiled = _torch.portable_graphs.load(answer.artifact, self.request.options)
         self.use(self.first, compiled)
         self._is_valid = _torch.portable_graphs.guard_of(answer.guards, self.request.graph.symbol_positions)
-        recorder.compiles_seen += 1  # because this step takes longer
         seconds, saved_mib = time.perf_counter() - started, answer.saved_bytes / 2**20 or None
         recorder.record("compile", key, part="load", seconds=seconds, saved_mib=saved_mib, graphs=1)
         recorder.record("background", key, seconds=answer.seconds)
         recorder.record("cache", key, cache_hits=int(answer.cached), cache_misses=int(not answer.cached))
-        recorder.pass_runs += [(key, run.to_dict()) for run in answer.pass_runs]
+        recorder.executions.pass_runs += [(key, run.to_dict()) for run in answer.pass_runs]

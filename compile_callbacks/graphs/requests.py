@@ -67,7 +67,7 @@ class CompileRequest:
                 options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
                 activation_memory_budget=self.activation_memory_budget,
                 keeps_graph=self.keeps_graph,
-                on_backward_lowered=lambda saved, seconds: saved_bytes.append(saved),
+                on_backward_lowered=saved_bytes.append,
                 compile_by=_torch.portable_graphs.compile_portable,
             )
         return CompileAnswer(

@@ -71,7 +71,6 @@ class Verification:
         settings, recorder, (target, phase) = self.log.settings, self.log.recorder, self.log.key[:2]
         mode, is_random = recorder.mode_arguments[phase], comparison.why_not in ("dropout", "random numbers")
         fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
-        recorder.compiles_seen += 1
         figures = {name: value for name, value in vars(comparison).items() if name != "is_wrong"}
         recorder.record("verify", self.log.key, fix=fix if is_random else None, **figures)
         outcome = comparison.why_not or ("wrong" if comparison.is_wrong else comparison.verdict)

@@ -75,7 +75,7 @@ class CompileKey(NamedTuple):
     candidate: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CompileEvent:
     """An event of a target, such as a compile, a recompile or a graph break.
 
@@ -93,7 +93,6 @@ class CompileEvent:
             backward graph that torch compiled later; ``"cudagraph"``, the recording of a CUDA graph; ``"load"``,
             the loading of code that the helper process compiled.
         seconds: The duration of the compile in seconds.
-        backward_seconds: The share of ``seconds`` that compiled the backward graph.
         saved_mib: Memory of the activations that the graphs save for backward, in MiB, or ``None`` if unknown.
         graphs: Number of compiled graphs.
         cache_hits: Number of graphs that were loaded from torch's cache, for the kind ``"cache"``.
@@ -117,7 +116,6 @@ class CompileEvent:
     line: int | None = None
     part: CompilePart | None = None
     seconds: float | None = None
-    backward_seconds: float | None = None
     saved_mib: float | None = None
     graphs: int = 0
     cache_hits: int = 0
@@ -131,6 +129,11 @@ class CompileEvent:
 
     def __post_init__(self) -> None:
         assert self.kind in EVENT_KINDS
+
+    @property
+    def key(self) -> CompileKey:
+        """The target, the phase and the candidate."""
+        return CompileKey(self.target, self.phase, candidate=self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as JSON-ready data, without the attributes that have their default."""

@@ -59,27 +59,37 @@ class CallInProgress:
 
 @dataclass(slots=True)
 class Executions:
-    """The executions in a session so far.
+    """What a session has executed and compiled so far.
 
     Attributes:
         graphs: Number of executions of compiled graphs.
         eager_calls: Number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
         mixed: Whether such a call in the running step belongs to a target that has compiled graphs.
+        compiles: A number that grows with each compile in this process, including the user's own, and with each load
+            and comparison of a graph. A step in which it grows takes longer than usual.
+        resets: Number of calls of ``torch.compiler.reset()`` during the runs.
+        discarded: The targets whose graphs such a call discarded, until they compile again.
+        pass_runs: The runs of custom graph passes, in order.
+        import_seconds: The time that the import of the compiler took, which belongs to the phase that compiles first.
     """
 
     graphs: int = 0
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
     mixed: bool = False
+    compiles: int = 0
+    resets: int = 0
+    discarded: set[CompileKey] = field(default_factory=set)
+    pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)
+    import_seconds: float = 0.0
 
 
 class _Calling(threading.local):
-    """The innermost call of a target in this thread, because torch announces a compile in the thread that compiles."""
+    """What this thread runs, because torch announces a compile in the thread that compiles."""
 
-    current: CallInProgress | None = None
-    running: tuple[CompileKey | None, float] | None = None  # the compile, and when it began
-    part: CompilePart = "graph"
-    graphs = saved_bytes = 0
-    backward_seconds = 0.0
+    current: CallInProgress | None = None  # the innermost call of a target
+    compile: CompileEvent | None = None  # the running compile; attributes get their values while it runs
+    began = 0.0
+    other_grad_mode: tuple[Recompile, int] | None = None  # why it compiles, and the number of cache hits before it
 
 
 class CompileRecorder:
@@ -93,161 +103,131 @@ class CompileRecorder:
         self, *, progress: CompileProgress | None = None, mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS
     ) -> None:
         self.mode_arguments = mode_arguments
+        self.progress = progress or CompileProgress()
         self.calling = _Calling()
         self.executions = Executions()
         self.events: list[CompileEvent] = []
         self.step: int | None = None
         """The number of the running step, which the recorder stores in events."""
-        self.compiles_seen = 0
-        """Number of compiles in this process, including the user's own, and of loads and comparisons of graphs. A step
-        in which it grows takes longer than usual."""
-        self.traces_seen = 0
-        """The same without recordings of CUDA graphs."""
-        self.resets = 0
-        """Number of calls of ``torch.compiler.reset()`` during the runs."""
-        self.pass_runs: list[tuple[CompileKey, dict[str, Any]]] = []
-        """The runs of custom graph passes, in order."""
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
-        self.import_seconds = 0.0
-        """The time that the import of the compiler took, which belongs to the phase that compiles first."""
-        self.progress = progress or CompileProgress()
-        self._keys: dict[str, CompileKey] = {}  # by torch's compile id
-        self._recompiles_unless_cached: dict[str, Recompile] = {}  # by torch's compile id
-        self._listening = False
-        self.listener = self.compile_begins  # one object, because a comparison of two bound methods takes 0.3 µs
         self.listeners = _torch.events.listeners()[0]
         """The functions that torch calls when a compile begins. ``torch.compiler.reset()`` clears this list."""
+        self._listening = False
+        self._keys: dict[str, CompileKey] = {}  # by torch's compile id
         self._breaks_seen = 0
-        self._limits_reached: set[CompileKey] = set()
-        self._discarded: set[CompileKey] = set()  # targets whose graphs torch.compiler.reset() discarded
-        self._breaks: set[tuple[CompileKey, _torch.events.GraphBreak]] = set()
         self._records_seen: set[int] = set()
 
     # ------------------------------------------------------------------------------------------ listening to torch
 
     def listen(self) -> None:
-        """Start listening. A second call checks whether ``torch.compiler.reset()`` removed the listener."""
-        if self.listener in self.listeners:
-            self._listening = True
-            return
-        if self._listening:
-            self.resets += 1
-            self._discarded = set(self._keys.values())
-            self._keys.clear()  # because torch starts compile ids from 0 again
+        """Start listening, or listen again after ``torch.compiler.reset()``."""
+        if self not in self.listeners:
+            if self._listening:
+                self.executions.resets += 1
+                self.executions.discarded = {key._replace(frozen=False) for key in self._keys.values()}
+                self._keys.clear()  # because torch starts compile ids from 0 again
+            _, self._breaks_seen = _torch.events.graph_breaks(0)
+            for _ in _torch.events.compilation_records(self._records_seen):
+                pass
+            _torch.events.register(self, self.compile_ends)
         self._listening = True
-        _, self._breaks_seen = _torch.events.graph_breaks(0)
-        for _ in _torch.events.compilation_records(self._records_seen):
-            pass
-        _torch.events.register(self.listener, self.compile_ends)
 
     def listen_after_reset(self) -> None:
         """Listen again if ``torch.compiler.reset()`` was called."""
-        if self._listening and self.listener not in self.listeners:
+        if self._listening:
             self.listen()
 
     def stop(self) -> None:
         """Stop listening, and remove all listeners from torch."""
         self.collect()
         self._listening = False
-        _torch.events.unregister(self.listener, self.compile_ends)
+        _torch.events.unregister(self, self.compile_ends)
 
     def collect(self) -> None:
         """Read torch's compilation metrics, which torch writes after it has announced the end of a compile."""
         if not self._listening:  # because compile ids belong to other code after torch.compiler.reset()
             return
         for compile_id, hits, misses, skip_reason in _torch.events.compilation_records(self._records_seen):
-            key = self._keys.get(compile_id)
-            if key is None:
+            if (key := self._keys.get(compile_id)) is None:
                 continue
-            # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
-            explained = self._recompiles_unless_cached.pop(compile_id, None)
-            if explained is not None and (misses or not hits):
-                self.record("recompile", key, **explained._asdict())
             if hits or misses:
                 self.record("cache", key, cache_hits=hits, cache_misses=misses)
             if skip_reason:
                 self.record("cudagraph_skip", key, reason=skip_reason)
 
-    def limit_reached(self, key: CompileKey) -> None:
-        """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
-        if key not in self._limits_reached:
-            self._limits_reached.add(key)
-            last = self._explain(key, _torch.events.last_recompile_reason())
-            reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
-            self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
-
     @_torch.ports.optional("compile events")
-    def compile_begins(self, args: Any) -> None:
-        """Store which target compiles. torch calls this method when a compile begins."""
+    def __call__(self, args: Any) -> None:
+        """Store which target compiles. torch calls this object when a compile begins."""
         self.collect()
-        self.compiles_seen += 1
-        by_dynamo = args.callback_trigger.name == "DYNAMO"
-        key, call = None, self.calling.current
-        if call is not None:
-            key = self._keys[args.compile_id] = call.key
-        elif by_dynamo:
+        self.executions.compiles += 1
+        calling, trigger = self.calling, args.callback_trigger.name
+        if calling.current is not None:
+            self._keys[args.compile_id] = calling.current.key
+        elif trigger == "DYNAMO":
             self._keys.pop(args.compile_id, None)  # because the id belongs to other code after torch.compiler.reset()
-        else:
-            key = self._keys.get(args.compile_id)
-        self.calling.graphs, self.calling.backward_seconds, self.calling.saved_bytes = 0, 0.0, 0
-        self.calling.part = _PARTS.get(args.callback_trigger.name, "graph")
-        self.traces_seen += self.calling.part != "cudagraph"
-        self.calling.running = key, clock.now()
-        if key is None:
+        calling.compile = calling.other_grad_mode = None
+        if (key := self._keys.get(args.compile_id)) is None:
             return
-        if by_dynamo and (reason := _torch.events.recompile_reason()):
+        if trigger == "DYNAMO" and (reason := _torch.events.recompile_reason()):
             explained = self._explain(key, reason)
             if OTHER_GRAD_MODE in explained.reason:
-                self._recompiles_unless_cached[args.compile_id] = explained
+                calling.other_grad_mode = explained, _torch.events.cache_hits()
             else:
                 self.record("recompile", key, **explained._asdict())
+        calling.compile, calling.began = self._event("compile", key, part=_PARTS.get(trigger, "graph")), clock.now()
         self.progress.compile_begins(key)
 
     @_torch.ports.optional("compile events")
     def compile_ends(self, args: Any) -> None:
         """Record the compile. torch calls this method when a compile ends."""
-        if self.calling.running is None:
-            return
-        key, started = self.calling.running
-        self.calling.running = None
+        event, self.calling.compile = self.calling.compile, None
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
-        if key is None:
+        if event is None:
             return
         self.progress.compile_ends()
-        seconds = clock.now() - started
-        self.record(
-            "compile",
-            key,
-            part=self.calling.part,
-            seconds=seconds,
-            backward_seconds=self.calling.backward_seconds or None,
-            saved_mib=self.calling.saved_bytes / 2**20 if self.calling.backward_seconds else None,
-            graphs=self.calling.graphs,
-        )
-        if key in self._discarded:
-            self._discarded.discard(key)
+        event.seconds, key = clock.now() - self.calling.began, event.key
+        self._add(event)
+        if key in self.executions.discarded:
+            self.executions.discarded.remove(key)
             self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
-        for graph_break in breaks:
-            # torch counts a graph break once for each frame that contains it, and again for each recompile.
-            if (key, graph_break) not in self._breaks:
-                self._breaks.add((key, graph_break))
-                self.record("graph_break", key, reason=graph_break.reason, file=graph_break.file, line=graph_break.line)
+        explained, hits = self.calling.other_grad_mode or (None, 0)
+        # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
+        if explained is not None and hits == _torch.events.cache_hits():
+            self.record("recompile", key, **explained._asdict())
+        # torch counts a graph break once for each frame that contains it, and again for each recompile.
+        known = [(event.reason, event.file, event.line) for event in self.events_of(key, "graph_break")]
+        for graph_break in dict.fromkeys(breaks):
+            if graph_break not in known:
+                self.record("graph_break", key, **graph_break._asdict())
+
+    def limit_reached(self, key: CompileKey) -> None:
+        """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
+        if all(event.code != "CC103" for event in self.events_of(key, "fallback")):
+            last = self._explain(key, _torch.events.last_recompile_reason())
+            reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
+            self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
     # ------------------------------------------------------------------------------------------ recording
 
     def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> None:
         """Record an event of a target."""
-        event = CompileEvent(
-            kind=kind, target=key.target, phase=key.phase, candidate=key.candidate, step=self.step, **attributes
-        )
+        self._add(self._event(kind, key, **attributes), show=show)
+
+    def _event(self, kind: EventKind, key: CompileKey, **attributes: Any) -> CompileEvent:
+        target, phase, _, candidate = key
+        return CompileEvent(kind=kind, target=target, phase=phase, candidate=candidate, step=self.step, **attributes)
+
+    def _add(self, event: CompileEvent, *, show: bool = True) -> None:
         self.events.append(event)
+        self.executions.compiles += event.kind in ("compile", "verify")
         if show:
             self.progress.show(event)
 
-    def events_of(self, phase: Phase, kind: EventKind) -> list[CompileEvent]:
-        """Return the events of one phase and kind."""
-        return [event for event in self.events if event.phase == phase and event.kind == kind]
+    def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:
+        """Return the events of a kind about a target, with frozen weights and without."""
+        about = key._replace(frozen=False)
+        return [event for event in self.events if event.kind == kind and event.key == about]
 
     def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
         if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
@@ -256,7 +236,7 @@ class CompileRecorder:
         call = self.calling.current
         if call is None or call.code is None or (where := _torch.frames.resumes_at(call.code)) is None:
             return explained
-        breaks = [event for event in self.events_of(key.phase, "graph_break") if event.target == key.target]
+        breaks = self.events_of(key, "graph_break")
         reason = next((event.reason for event in breaks if (event.file, event.line) == where), None)
         return at_graph_break(explained, *where, reason)
 
@@ -267,12 +247,13 @@ class CompileRecorder:
 
     def count_graph(self) -> None:
         """Count a graph of the running compile. The backend of a target calls this method."""
-        self.calling.graphs += 1
+        if (event := self.calling.compile) is not None:
+            event.graphs += 1
 
-    def add_backward(self, saved_bytes: int, seconds: float) -> None:
-        """Add the memory that a forward graph saves for its backward graph, and the time that Inductor took for it."""
-        self.calling.saved_bytes += saved_bytes
-        self.calling.backward_seconds += seconds
+    def add_backward(self, saved_bytes: int) -> None:
+        """Add the memory that a forward graph saves for its backward graph."""
+        if (event := self.calling.compile) is not None:
+            event.saved_mib = (event.saved_mib or 0.0) + saved_bytes / 2**20
 
 
 _PARTS: dict[str, CompilePart] = {"LAZY_BACKWARD": "backward", "CUDAGRAPH_RECORDING": "cudagraph"}

@@ -57,7 +57,7 @@ class Step:
         first: Whether the step is the first step of its stage or epoch.
         wanted: Whether the policy wants the time of the step.
         began: The time of the start, in seconds of `clock.now`.
-        seen: The recorder's numbers of compiles and of traces at the start.
+        compiles: The recorder's number of compiles at the start.
         graphs_before: The recorder's number of executed graphs at the start.
         kind: Whether compiled graphs ran in the step.
         mixed: Whether a call ran eagerly although its target has a compiled graph.
@@ -71,7 +71,7 @@ class Step:
     first: bool = False
     wanted: bool = False
     began: float = 0.0
-    seen: tuple[int, int] = (0, 0)
+    compiles: int = 0
     graphs_before: int = 0
     kind: StepKind = "eager"
     mixed: bool = False

@@ -73,7 +73,7 @@ class PhaseFacts:
         ours = [event for event in compiles if event.phase == self.phase]
         if not ours:
             return None
-        outside_steps = self.recorder.import_seconds if compiles[0] is ours[0] else 0.0
+        outside_steps = self.recorder.executions.import_seconds if compiles[0] is ours[0] else 0.0
         outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
         return savings(self.timer, self.candidate, outside_steps)
 

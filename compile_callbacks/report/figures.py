@@ -148,7 +148,7 @@ class PhaseDiagnostics(Figures):
     def passes(self) -> tuple[dict[str, Any], ...]:
         """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
         `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
-        runs = self.facts.recorder.pass_runs
+        runs = self.facts.recorder.executions.pass_runs
         return tuple({"target": key.target, **run} for key, run in runs if self.facts.counts(key))
 
     @figure(default={})

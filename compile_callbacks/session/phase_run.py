@@ -173,7 +173,10 @@ class PhaseRun:
                 self._conditions = None, ""  # because the next step may differ
         self.times.end(step, loader)
         if self.device.type == "cuda":
-            self.memory.stop(traced=self._recorder.traces_seen != step.seen[1])
+            # Replays of a CUDA graph allocate nothing, so the step that records it is measured. Other compiles are not.
+            events = self.events("compile", "verify", candidate=step.variant.name) if step.compiling else ()
+            parts = {event.part for event in events if event.step == self.times.number}
+            self.memory.stop(traced=step.compiling and parts != {"cudagraph"})
         if self.policy.winner is None:
             self.is_freed &= not self.policy.done(step)
 

@@ -151,7 +151,7 @@ class Session:
         if self._arguments.compiles:
             self._tell(findings.at_begin(background=self._requests is not None))
             self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
-            self._recorder.import_seconds += _torch.inductor.import_inductor()
+            self._recorder.executions.import_seconds += _torch.inductor.import_inductor()
         model = model_fingerprint(self.module) if self._cache is not None or tunes else ""
         if self._cache is not None:
             self._cache.begin()
@@ -225,19 +225,18 @@ class Session:
         """
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
-        stage, counted, recorder = self.stage, self._counted, self._recorder
+        stage, counted, recorder, ran = self.stage, self._counted, self._recorder, self._recorder.executions
         run = self._phases[stage.phase]
         record = run.times.last
-        if counted is not None and not first and record.untimed_left and recorder.compiles_seen == counted.seen[0]:
+        if counted is not None and not first and record.untimed_left and ran.compiles == counted.compiles:
             record.untimed_left -= 1
             counted.began = clock.seconds()
-            counted.graphs_before = recorder.executions.graphs
+            counted.graphs_before = ran.graphs
             self._step, recorder.step, self._search.in_step = counted, run.times.number + 1, True
             if self.gpu.on_gpu:
                 self.gpu.step_begins(stage.phase, counted.variant)
             return False
-        ran, self._counted = recorder.executions, None
-        ran.mixed = False
+        self._counted, ran.mixed = None, False
         if first:
             self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.policy.next()
@@ -256,7 +255,7 @@ class Session:
             first=first,
             wanted=wanted,
             began=clock.seconds(),
-            seen=(recorder.compiles_seen, recorder.traces_seen),
+            compiles=ran.compiles,
             graphs_before=ran.graphs,
         )
         recorder.step = run.times.number + 1
@@ -283,12 +282,12 @@ class Session:
             return
         ran, run = recorder.executions, self._phases[stage.phase]
         kind: StepKind = "eager" if ran.graphs == step.graphs_before else "compiled"
-        if step is self._counted and kind == step.kind and recorder.compiles_seen == step.seen[0]:
+        if step is self._counted and kind == step.kind and ran.compiles == step.compiles:
             run.times.number += 1
             run.times.last.steps += 1
             return
         step.kind, step.mixed = kind, ran.mixed
-        if recorder.compiles_seen != step.seen[0]:
+        if ran.compiles != step.compiles:
             recorder.collect()
             step.compiling = True
         if self.gpu.on_gpu:
@@ -296,15 +295,13 @@ class Session:
         run.end_step(step, stage, loader, batch, accumulated)
         waits = self._requests is not None and self._requests.active
         if not (step.wanted or waits or step.compiling):
-            seen = recorder.compiles_seen, recorder.traces_seen
-            self._counted = Step(variant=step.variant, seen=seen, kind=kind)
+            self._counted = Step(variant=step.variant, compiles=ran.compiles, kind=kind)
 
     def stage_ends(self, phase: Phase) -> None:
         """End a stage: synchronize decisions with other ranks, and issue warnings."""
         self._phases[phase].policy.stage_ends()
         self._phases[phase].is_freed = False
         self._free_unused()
-        self._recorder.progress.stage_ends(phase)
         self.check(phase)
 
     def check(self, phase: Phase) -> None:
@@ -354,8 +351,7 @@ class Session:
         for code, message, about, event in found:
             if event is not None:
                 kind, key, reason = event
-                known = self._recorder.events_of(key.phase, kind)
-                if not any(e.target == key.target and e.candidate == key.candidate and e.reason for e in known):
+                if not any(event.reason for event in self._recorder.events_of(key, kind)):
                     self._recorder.record(kind, key, reason=reason, code=code or None, show=bool(code))
             if message:
                 self._warn.warn(code, message, about=about)
