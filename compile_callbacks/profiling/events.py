@@ -10,35 +10,27 @@ from compile_callbacks.profiling.comparison import Outcome
 
 
 class EventKindInfo(NamedTuple):
-    """How the report, the lines during a run and contracts show a kind of event."""
+    """How the report and the lines during a run show a kind of event."""
 
     title: str  # of the report's table of reasons
-    name: str = ""  # of one event, in messages
     line: str = ""  # printed during the run
-    limit: str = ""  # the field of a contract that limits the number of events
 
 
 EVENT_KINDS = {
-    "graph_break": EventKindInfo("Graph breaks", "graph break", "graph break in {target}{where}: {reason}"),
-    "recompile": EventKindInfo("Recompiles", "recompile", "recompiling {target}: {reason}", "recompiles"),
-    "fallback": EventKindInfo(
-        "Fallbacks to eager", "fallback to eager", "{target} falls back to eager: {reason}", "fallbacks"
-    ),
-    "cudagraph_skip": EventKindInfo(
-        "CUDA graphs not used", "skipped CUDA graph", "CUDA graph of {target} skipped: {reason}", "skipped_cudagraphs"
-    ),
-    "eager_call": EventKindInfo("Calls that ran eagerly", "eager call"),
+    "graph_break": EventKindInfo("Graph breaks", "graph break in {target}{where}: {reason}"),
+    "recompile": EventKindInfo("Recompiles", "recompiling {target}: {reason}"),
+    "fallback": EventKindInfo("Fallbacks to eager", "{target} falls back to eager: {reason}"),
+    "cudagraph_skip": EventKindInfo("CUDA graphs not used", "CUDA graph of {target} skipped: {reason}"),
+    "eager_call": EventKindInfo("Calls that ran eagerly"),
     "pass_skipped": EventKindInfo("Graph passes skipped"),
     "freezing": EventKindInfo("Weights not frozen"),
     "template": EventKindInfo("Templates that fell back"),
     "dynamo_setting": EventKindInfo("Settings of Dynamo for this target"),
     "cache": EventKindInfo("Loads from torch's cache"),
-    "foreground": EventKindInfo(
-        "Not compiled in the background", "foreground compile", "{target} compiles in the foreground: {reason}"
-    ),
-    "background": EventKindInfo("Compiled in the background", line="the compiled code of {target} is loaded"),
-    "not_requested": EventKindInfo("Not compiled", line="{target} stays eager: {reason}"),
-    "sent_back": EventKindInfo("Sent back to eager", line="{target} runs eagerly again: {reason}"),
+    "foreground": EventKindInfo("Not compiled in the background", "{target} compiles in the foreground: {reason}"),
+    "background": EventKindInfo("Compiled in the background", "the compiled code of {target} is loaded"),
+    "not_requested": EventKindInfo("Not compiled", "{target} stays eager: {reason}"),
+    "sent_back": EventKindInfo("Sent back to eager", "{target} runs eagerly again: {reason}"),
     "compile": EventKindInfo("Compiles"),
     "verify": EventKindInfo("Comparisons with eager"),
 }

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import torch
 
 _MEASURED_STEPS = 5
 """Number of measured steps of each variant, including the recording of a CUDA graph. The number is small, because
 reading the allocator's statistics in each step would take too long."""
-
-
-class Peak(NamedTuple):
-    """The peak memory of a step, or an upper bound for it."""
-
-    mib: float | None = None
-    at_most_mib: float | None = None  # the peak of the process, if the step did not raise it
 
 
 class PeakMemory:
@@ -31,27 +23,22 @@ class PeakMemory:
     def __init__(self) -> None:
         self._peaks: dict[str | None, tuple[bool, int]] = {}  # whether a step raised the process's peak, and the peak
         self._measured: Counter[str | None] = Counter()
-        self._running: tuple[str | None, int] | None = None
+        self._before: int | None = None  # the peak before the running step, if the step is measured
 
     def start(self, variant: str | None) -> None:
         """Start a step on a GPU."""
-        measured = self._measured[variant] < _MEASURED_STEPS
-        self._running = (variant, torch.cuda.max_memory_allocated()) if measured else None
+        self._before = torch.cuda.max_memory_allocated() if self._measured[variant] < _MEASURED_STEPS else None
 
-    def stop(self, *, traced: bool) -> None:
+    def stop(self, variant: str | None, *, traced: bool) -> None:
         """End the step."""
-        running, self._running = self._running, None
-        if running is None or traced:
+        if self._before is None or traced:
             return
-        variant, before = running
         after = torch.cuda.max_memory_allocated()
-        if after < before:  # because the user's code reset the peak in this step
-            return
-        self._measured[variant] += 1
-        self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > before, after))
+        if after >= self._before:  # unless the user's code reset the peak in this step
+            self._measured[variant] += 1
+            self._peaks[variant] = max(self._peaks.get(variant, (False, 0)), (after > self._before, after))
 
-    def peak(self, variant: str | None = None) -> Peak:
-        """Return the highest peak of the measured steps."""
-        raised, peak_bytes = self._peaks.get(variant, (False, 0))
-        mib = peak_bytes / 2**20 or None
-        return Peak(mib=mib) if raised else Peak(at_most_mib=mib)
+    def peak_mib(self, variant: str | None = None, *, raised: bool = True) -> float | None:
+        """Return the highest peak of the measured steps, or the peak of the process if no step ``raised`` it."""
+        has_raised, peak = self._peaks.get(variant, (False, 0))
+        return peak / 2**20 or None if has_raised == raised else None

@@ -22,65 +22,46 @@ class CallInProgress:
 
     torch stands between the target and the backend, so the backend and the graphs find the call through the recorder.
 
-    Attributes:
-        key: The target and its phase.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        missed: Whether none of the target's graphs fits this call. Other targets then run eagerly within it.
-        compiles: Whether Dynamo traced a frame, so that frames without a graph that fits are traced, too.
-        partly_eager: Whether a part of the call ran eagerly.
-        code: The code of the frame that Dynamo converts.
-        eventful: Whether any attribute below differs from its default.
-        traced: Whether Dynamo traced a frame.
-        failure: The exception of a compiler that failed on a frame.
-        nothing_ran: Whether the failure came before any of the target's code ran.
-        failed_frames: The code of later frames on which the compiler failed, and which ran eagerly.
-        recompiles_in_next_call: Whether the compile and the eager run of its graph both ran out of memory.
-        compile_here: Lets the target compile in this process instead of another one.
-        runs_target_eagerly: Whether the target runs eagerly from now on.
-        constant_draws: The functions in which torch drew random numbers only while it traced them.
-        warnings: The warnings to issue: code, message, and what each is about.
+    The class has no constructor, because each call makes such an object.
     """
 
-    eventful = traced = nothing_ran = recompiles_in_next_call = runs_target_eagerly = False
-    compile_here: Callable[[], None] | None = None
-    failure: BaseException | None = None
-    failed_frames: tuple[Any, ...] = ()
-    constant_draws: tuple[str, ...] = ()
-    warnings: tuple[tuple[str, str, Hashable], ...] = ()
-
-    # Without a constructor, because each call makes such an object.
-    key: CompileKey
+    key: CompileKey  # the target and its phase
     args: Any = ()
     kwargs: Any = None
-    missed = compiles = partly_eager = False
-    code: types.CodeType | None = None
+    missed = False  # whether none of the target's graphs fits this call; other targets then run eagerly within it
+    compiles = False  # whether Dynamo traced a frame, so that frames without a graph that fits are traced, too
+    partly_eager = False  # whether a part of the call ran eagerly
+    code: types.CodeType | None = None  # of the frame that Dynamo converts
+
+    eventful = False  # whether any attribute below differs from its default
+    traced = False  # whether Dynamo traced a frame
+    failure: BaseException | None = None  # of a compiler that failed on a frame
+    nothing_ran = False  # whether the failure came before any of the target's code ran
+    failed_frames: tuple[Any, ...] = ()  # the code of later frames on which the compiler failed, and which ran eagerly
+    recompiles_in_next_call = False  # whether the compile and the eager run of its graph both ran out of memory
+    compile_here: Callable[[], None] | None = None  # lets the target compile in this process instead of another one
+    runs_target_eagerly = False  # whether the target runs eagerly from now on
+    constant_draws: tuple[str, ...] = ()  # the functions in which torch drew random numbers only while it traced them
+    warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue: code, message, and what each is about
 
 
 @dataclass(slots=True)
 class Executions:
     """What a session has executed and compiled so far.
 
-    Attributes:
-        graphs: Number of executions of compiled graphs.
-        eager_calls: Number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
-        mixed: Whether such a call in the running step belongs to a target that has compiled graphs.
-        compiles: A number that grows with each compile in this process, including the user's own, and with each load
-            and comparison of a graph. A step in which it grows takes longer than usual.
-        resets: Number of calls of ``torch.compiler.reset()`` during the runs.
-        discarded: The targets whose graphs such a call discarded, until they compile again.
-        pass_runs: The runs of custom graph passes, in order.
-        import_seconds: The time that the import of the compiler took, which belongs to the phase that compiles first.
+    ``compiles`` grows with each compile in this process, including the user's own, and with each load and comparison of
+    a graph. A step in which it grows takes longer than usual.
     """
 
-    graphs: int = 0
+    graphs: int = 0  # the number of executions of compiled graphs
+    # The number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
-    mixed: bool = False
+    mixed: bool = False  # whether such a call in the running step belongs to a target that has compiled graphs
     compiles: int = 0
-    resets: int = 0
-    discarded: set[CompileKey] = field(default_factory=set)
-    pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)
-    import_seconds: float = 0.0
+    resets: int = 0  # the number of calls of ``torch.compiler.reset()`` during the runs
+    discarded: set[CompileKey] = field(default_factory=set)  # by such a call, until the target compiles again
+    pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)  # of custom graph passes, in order
+    import_seconds: float = 0.0  # that the import of the compiler took; the phase that compiles first pays for it
 
 
 class _Calling(threading.local):

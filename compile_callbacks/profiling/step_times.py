@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks._utils.phases import EAGER, WAITING, Phase
 from compile_callbacks._utils.signatures import TensorSignature
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.clock import Span
-from compile_callbacks.profiling.comparison import Comparison, compare
+from compile_callbacks.profiling.comparison import MIN_SAMPLES, Comparison, compare
 
 WARMUP_STEPS = 2
 """The number of steps without a sample after a compile, and after a change between eager and compiled. In these steps,
@@ -48,37 +48,25 @@ class Workload(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Step:
-    """One step: the processing of one batch, from its start to its end. The last attributes are known at its end.
+    """One step: the processing of one batch, from its start to its end."""
 
-    Attributes:
-        variant: The variant that the policy chose.
-        first: Whether the step is the first step of its stage or epoch.
-        wanted: Whether the policy wants the time of the step.
-        began: The time of the start, in seconds of `clock.now`.
-        compiles: The recorder's number of compiles at the start.
-        graphs_before: The recorder's number of executed graphs at the start.
-        kind: Whether compiled graphs ran in the step.
-        mixed: Whether a call ran eagerly although its target has a compiled graph.
-        compiling: Whether torch compiled during the step.
-        span: The time of the step, or ``None`` if the step is not timed.
-        workload: The workload of a timed step.
-        is_sample: Whether the time of the step may be compared with other steps of the workload.
-    """
-
-    variant: Variant = EAGER_VARIANT
-    first: bool = False
-    wanted: bool = False
-    began: float = 0.0
-    compiles: int = 0
-    graphs_before: int = 0
+    variant: Variant = EAGER_VARIANT  # that the policy chose
+    first: bool = False  # of its stage or epoch
+    wanted: bool = False  # whether the policy wants the time of the step
+    began: float = 0.0  # the time of the start, in seconds of `clock.now`
+    compiles: int = 0  # the recorder's number of compiles at the start
+    graphs_before: int = 0  # the recorder's number of executed graphs at the start
+    # Known at the end of the step:
     kind: StepKind = "eager"
-    mixed: bool = False
-    compiling: bool = False
-    span: Span | None = None
-    workload: Workload | None = None
-    is_sample: bool = False
+    mixed: bool = False  # whether a call ran eagerly although its target has a compiled graph
+    compiling: bool = False  # whether torch compiled during the step
+    number: int = 0  # in the phase, from 1
+    workload: Workload | None = None  # of a timed step
+    is_sample: bool = False  # whether its time may be compared with other steps of the workload
+    span: Span | None = None  # the time of the step, or ``None`` if the step is not timed
+    ms: float | None = None  # the same, after the GPU has passed the end
 
 
 @functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
@@ -102,47 +90,46 @@ def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
     return tuple(dict.fromkeys(without_sizes))
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Step times of equal workload, eager and compiled.
+class StepTimes(NamedTuple):
+    """Step times of equal workload, eager and compiled."""
 
-    Attributes:
-        eager_ms: Eager samples, in milliseconds.
-        windows: Compiled samples, in milliseconds, in the windows in which they were measured.
-        workload: The workload, or ``None`` if there are no samples.
-    """
-
-    eager_ms: tuple[float, ...] = ()
-    windows: tuple[tuple[float, ...], ...] = ()
-    workload: Workload | None = None
+    eager_ms: tuple[float, ...] = ()  # eager samples, in milliseconds
+    windows: tuple[tuple[float, ...], ...] = ()  # compiled samples, in the windows in which they were measured
+    workload: Workload | None = None  # ``None`` if there are no samples
 
     @property
     def compiled_ms(self) -> tuple[float, ...]:
         """Compiled samples, in milliseconds."""
-        return tuple(ms for window in self.windows for ms in window)
+        return tuple(itertools.chain(*self.windows))
 
-    @cached_property
+    @property
     def comparison(self) -> Comparison | None:
         """The comparison of the eager steps with the compiled steps, or ``None`` for too few samples."""
         return compare([self.eager_ms], self.windows)
 
+    @property
+    def saved_share(self) -> float | None:
+        """The saved time of a compiled step divided by its time, or ``None`` if the steps cannot be compared."""
+        comparison = self.comparison
+        is_doubtful = comparison is not None and comparison.outcome == "not comparable"
+        if not self.windows or len(self.eager_ms) < MIN_SAMPLES or is_doubtful:
+            return None
+        return statistics.median(self.eager_ms) / statistics.median(self.compiled_ms) - 1
 
-@dataclass(slots=True)
-class _Timed:
-    """A timed step. Its span is read after the GPU has passed it."""
 
-    number: int
-    workload: Workload | None  # None if the time is not a sample
-    span: Span
-    ms: float | None = None
+class Savings(NamedTuple):
+    """The time that compiling saved so far."""
+
+    net_seconds: float  # the time saved by all steps, including steps in which torch compiled
+    break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
 
 
-class StepKey(NamedTuple):
-    """The properties that the steps of a record share."""
+class _Key(NamedTuple):
+    """What the steps of a record have in common."""
 
     variant: str | None
     kind: StepKind
-    compiling: bool  # whether torch compiled during the step
+    compiling: bool
     stage: str  # the stage and the number of its dataloader
 
 
@@ -157,11 +144,11 @@ class _Record:
     def __init__(self) -> None:
         self.steps = 0
         self.ms = 0.0  # of the timed steps
-        self.windows: list[list[_Timed]] = [[]]
+        self.windows: list[list[Step]] = [[]]
         self.untimed_left = 0  # the number of the next steps that need no timing
         self._distance = 1  # of the begins of two windows, in windows
 
-    def add(self, timed: _Timed) -> None:
+    def add(self, timed: Step) -> None:
         """Add a timed step, unless it is between two windows."""
         if self.untimed_left:  # a policy wanted the time
             self.untimed_left -= 1
@@ -192,11 +179,11 @@ class PhaseTimes:
         """The record of the last step. The next step is like it if nothing changes. Its ``untimed_left`` counts steps
         that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs."""
         self._phase = phase
-        self._records: defaultdict[StepKey, _Record] = defaultdict(_Record)
+        self._records: defaultdict[_Key, _Record] = defaultdict(_Record)
         self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
         self._since_compile: Counter[str | None] = Counter()  # steps of each variant
         self._variant: str | None = EAGER  # of the last step
-        self._unread: deque[tuple[_Record, _Timed]] = deque()
+        self._unread: deque[tuple[_Record, Step]] = deque()
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -210,7 +197,8 @@ class PhaseTimes:
     def end(self, step: Step, stage: str) -> None:
         """End a step, and set whether its time is a sample."""
         self.number += 1
-        record = self._records[StepKey(step.variant.name, step.kind, step.compiling, stage)]
+        step.number = self.number
+        record = self._records[_Key(step.variant.name, step.kind, step.compiling, stage)]
         record.steps += 1
         is_warm = self._is_warm(step)
         if not step.compiling:
@@ -226,9 +214,8 @@ class PhaseTimes:
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         is_known = workload is not None and self._is_known(step, workload.shapes)
         step.is_sample = is_warm and is_known and is_of_kind
-        timed = _Timed(self.number, workload if step.is_sample else None, step.span)
-        record.add(timed)
-        self._unread.append((record, timed))
+        record.add(step)
+        self._unread.append((record, step))
         if len(self._unread) > _MAX_UNREAD:
             self._read(wait=False)
 
@@ -267,40 +254,63 @@ class PhaseTimes:
     ) -> dict[Workload, tuple[tuple[float, ...], ...]]:
         """Return the samples in milliseconds by workload, in windows, the latest workload last."""
         self._read(wait=False)
-        by_workload: dict[Workload, list[tuple[float, ...]]] = {}
+        by_workload: dict[Workload, tuple[tuple[float, ...], ...]] = {}
         for key, record in self._records.items():
             for window in record.windows if key[:3] == (variant, kind, False) else ():
-                of_window: defaultdict[Workload, list[float]] = defaultdict(list)
-                for timed in window:
-                    if timed.workload is not None and timed.ms is not None:
-                        of_window[timed.workload].append(timed.ms)
+                of_window: defaultdict[Any, list[float]] = defaultdict(list)
+                for step in window:
+                    if step.is_sample and step.ms is not None:
+                        of_window[step.workload].append(step.ms)
                 for workload, ms in of_window.items():
-                    by_workload[workload] = [*by_workload.pop(workload, ()), tuple(ms)]
-        return {workload: tuple(windows) for workload, windows in by_workload.items()}
-
-    def baseline(self) -> dict[Workload, tuple[float, ...]]:
-        """Return the eager samples by workload."""
-        windows = self.windows(EAGER, "eager")
-        return {workload: tuple(itertools.chain(*of_workload)) for workload, of_workload in windows.items()}
+                    by_workload[workload] = (*by_workload.pop(workload, ()), tuple(ms))
+        return by_workload
 
     def times(self, variant: str | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples.
 
         If several workloads have the same number, the latest is returned.
         """
-        eager, compiled = self.baseline(), self.windows(variant)
-        counts = {workload: sum(map(len, windows)) for workload, windows in compiled.items()}
-        counts = counts or {workload: len(ms) for workload, ms in eager.items()}
+        eager, compiled = self.windows(EAGER, "eager"), self.windows(variant)
+        counts = {workload: sum(map(len, windows)) for workload, windows in (compiled or eager).items()}
         if not counts:
             return StepTimes()
         workload = max(reversed(counts), key=counts.__getitem__)
-        return StepTimes(eager.get(workload, ()), compiled.get(workload, ()), workload=workload)
+        return StepTimes(tuple(itertools.chain(*eager.get(workload, ()))), compiled.get(workload, ()), workload)
 
-    def totals(self) -> Iterator[tuple[StepKey, int, float]]:
-        """Yield the number of steps of each record, and the milliseconds of those that were timed."""
-        self._read(wait=False)
+    def savings(self, variant: str | None = None, other_seconds: float = 0.0) -> Savings | None:
+        """Return the time that compiled steps saved, or ``None`` without a factor between eager and compiled steps.
+
+        Each compiled step saves the same share of its time: the share by which the medians of `times` differ. So the
+        speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
+        in which torch compiled count. The break-even is about steps of ``variant``. The time that steps of other
+        candidates of a `Tune` lost is a cost, like ``other_seconds``.
+        """
+        reported = self.times(variant)
+        if len(reported.eager_ms) < MIN_SAMPLES or (reported.windows and reported.saved_share is None):
+            return None
+        eager_ms, cost_ms, saved_ms, count = self._typical_ms(EAGER, "eager"), other_seconds * 1000, 0.0, 0
         for key, record in self._records.items():
-            yield key, record.steps, record.ms
+            typical_ms = self._typical_ms(key.variant, key.kind).get(key.stage, 0.0)
+            if key.compiling:
+                cost_ms += record.ms - record.steps * eager_ms.get(key.stage, 0.0)
+            elif key.variant == WAITING and typical_ms:
+                cost_ms += record.steps * (typical_ms - eager_ms.get(key.stage, 0.0))
+            elif key.kind != "eager" and key.stage in eager_ms:
+                saved = record.steps * typical_ms * (self.times(key.variant).saved_share or 0.0)
+                if key.variant == variant:
+                    saved_ms, count = saved_ms + saved, count + record.steps
+                else:
+                    cost_ms -= saved
+        break_even_steps = max(0.0, cost_ms * count / saved_ms) if saved_ms > 0 else math.inf
+        return Savings((saved_ms - cost_ms) / 1000, break_even_steps)
+
+    def _typical_ms(self, variant: str | None, kind: StepKind) -> dict[str, float]:
+        """Return the mean over the steps of each stage, in which each step counts with the median of its workload."""
+        of_stage: defaultdict[str, list[float]] = defaultdict(list)
+        for workload, windows in self.windows(variant, kind).items():
+            ms = list(itertools.chain(*windows))
+            of_stage[workload.stage] += [statistics.median(ms)] * len(ms)
+        return {stage: statistics.fmean(ms) for stage, ms in of_stage.items()}
 
     def series(self) -> tuple[dict[str, Any], ...]:
         """Return the step times as one mapping for each kind of step and candidate.
@@ -310,20 +320,27 @@ class PhaseTimes:
         lists contain windows of steps that are spread evenly over the run.
         """
         self._read(wait=False)
-        points: dict[tuple[str, str | None], list[tuple[int, float]]] = {}
+        points: defaultdict[tuple[str, str | None], list[Step]] = defaultdict(list)
         for key, record in self._records.items():
             kind, candidate = "compiling" if key.compiling else key.kind, None if key.variant == EAGER else key.variant
-            timed = [timed for window in record.windows for timed in window]
-            of_kind = points.setdefault((kind, candidate), [])
-            of_kind += [(each.number, float(f"{each.ms:.4g}")) for each in timed if each.ms is not None]
+            points[kind, candidate] += [s for window in record.windows for s in window if s.ms is not None]
         return tuple(
-            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in ordered], "ms": [ms for _, ms in ordered]}
-            for (kind, candidate), unsorted in points.items()
-            if (ordered := sorted(unsorted))
+            {
+                "kind": kind,
+                "candidate": candidate,
+                "steps": [step.number for step in sorted(steps, key=lambda step: step.number)],
+                "ms": [float(f"{step.ms:.4g}") for step in sorted(steps, key=lambda step: step.number)],
+            }
+            for (kind, candidate), steps in points.items()
+            if steps
         )
 
     def _read(self, *, wait: bool) -> None:
-        while self._unread and (wait or self._unread[0][1].span.passed()):
-            record, timed = self._unread.popleft()
-            timed.ms = timed.span.milliseconds()
-            record.ms += timed.ms
+        while self._unread:
+            record, step = self._unread[0]
+            assert step.span is not None
+            if not (wait or step.span.passed()):
+                break
+            self._unread.popleft()
+            step.ms = step.span.milliseconds()
+            record.ms += step.ms

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
-from compile_callbacks.profiling.events import EVENT_KINDS
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.figures import PhaseReport
 from compile_callbacks.report.file import VERSION as REPORT_VERSION
@@ -25,7 +24,7 @@ VERSION = 1
 
 MARGIN = 0.2
 
-_EVENTS = {info.limit: kind for kind, info in EVENT_KINDS.items() if info.limit}
+_EVENTS = {"recompiles": "recompile", "fallbacks": "fallback", "skipped_cudagraphs": "cudagraph_skip"}
 _VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
 _WITH_MARGIN = ("peak_memory_mib", "compile_seconds", "speedup")
 _NUMBER = (int, float)

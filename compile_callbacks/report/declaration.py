@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from compile_callbacks._utils.messages import unknown
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.profiling.savings import Savings, savings
 
 if TYPE_CHECKING:
     from compile_callbacks.profiling.events import CompileKey
     from compile_callbacks.profiling.memory import PeakMemory
     from compile_callbacks.profiling.recorder import CompileRecorder
-    from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes
+    from compile_callbacks.profiling.step_times import PhaseTimes, Savings, StepTimes
     from compile_callbacks.tuning.tune import PhaseConfig
 
 _T = TypeVar("_T")
@@ -75,7 +74,7 @@ class PhaseFacts:
             return None
         outside_steps = self.recorder.executions.import_seconds if compiles[0] is ours[0] else 0.0
         outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
-        return savings(self.timer, self.candidate, outside_steps)
+        return self.timer.savings(self.candidate, outside_steps)
 
 
 def chosen_candidate(trials: Sequence[Mapping[str, Any]]) -> str | None:

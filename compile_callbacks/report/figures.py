@@ -82,12 +82,12 @@ class PhaseDiagnostics(Figures):
     def eager_peak_memory_mib(self) -> float | None:
         """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
         peak of the process, the row shows the peak of the process."""
-        return self.facts.memory.peak(EAGER).mib
+        return self.facts.memory.peak_mib(EAGER)
 
     @figure()
     def eager_peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if eager steps did not raise the peak of the process."""
-        return self.facts.memory.peak(EAGER).at_most_mib
+        return self.facts.memory.peak_mib(EAGER, raised=False)
 
     @figure(
         "speed",
@@ -97,12 +97,12 @@ class PhaseDiagnostics(Figures):
     )
     def peak_memory_mib(self) -> float | None:
         """Peak GPU memory of a compiled step, in MiB."""
-        return self.facts.memory.peak(self.facts.candidate).mib
+        return self.facts.memory.peak_mib(self.facts.candidate)
 
     @figure()
     def peak_memory_at_most_mib(self) -> float | None:
         """An upper bound of this peak if compiled steps did not raise the peak of the process."""
-        return self.facts.memory.peak(self.facts.candidate).at_most_mib
+        return self.facts.memory.peak_mib(self.facts.candidate, raised=False)
 
     @figure()
     def load_seconds(self) -> float | None:

@@ -11,7 +11,7 @@ from compile_callbacks import _torch
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.profiling.comparison import median_ms
-from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, EventKind
+from compile_callbacks.profiling.events import CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.session.phase_run import PhaseRun
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
@@ -148,7 +148,7 @@ def _describe(cause: CompileEvent | None) -> str:
         return "torch reports no cause. Other programs that use the machine are a possible cause"
     reason = short_reason(cause.reason or "torch gives no reason")
     which = "first" if cause.kind == "graph_break" else "last"
-    event = f"the {which} {EVENT_KINDS[cause.kind].name} of target {cause.target!r} ({reason})"
+    event = f"the {which} {cause.kind.replace('_', ' ')} of target {cause.target!r} ({reason})"
     return f"Possible causes are {event}, and other programs that use the machine"
 
 

@@ -176,7 +176,7 @@ class PhaseRun:
             # Replays of a CUDA graph allocate nothing, so the step that records it is measured. Other compiles are not.
             events = self.events("compile", "verify", candidate=step.variant.name) if step.compiling else ()
             parts = {event.part for event in events if event.step == self.times.number}
-            self.memory.stop(traced=step.compiling and parts != {"cudagraph"})
+            self.memory.stop(step.variant.name, traced=step.compiling and parts != {"cudagraph"})
         if self.policy.winner is None:
             self.is_freed &= not self.policy.done(step)
 
