@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +40,7 @@ class CallSlot:
         self.selected: Callable[..., Any] = self.eager
         self._attributes = vars(callee.module)
         self._slot = callee.method or _CALL_SLOT
-        self._replaced: Any = _ABSENT
+        self._replaced: Any = _ABSENT  # what was in the slot
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the selected function."""
@@ -52,50 +51,42 @@ class CallSlot:
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
+    @property
+    def installed(self) -> bool:
+        """Whether this object is in the slot."""
+        return self._attributes.get(self._slot) is self
+
+    @property
+    def compiled_by_user(self) -> Callable[..., Any] | None:
+        """The function that ``module.compile()`` had put into the slot."""
+        is_ours = self._replaced is _ABSENT or isinstance(self._replaced, CallSlot)
+        return None if is_ours else self._replaced
+
     def install(self) -> None:
         """Put this object into the slot, unless the user has replaced the method since an earlier run."""
-        self._replaced = self._attributes.get(self._slot, _ABSENT)
-        by_user = self._replaced is not _ABSENT and not isinstance(self._replaced, CallSlot)
-        if self.callee.method is not None and by_user and self._replaced is not self.callee.override:
-            return
-        object.__setattr__(self.callee.module, self._slot, self)
+        if not self.installed:
+            self._replaced = self._attributes.get(self._slot, _ABSENT)
+            if self.callee.method is None or self.compiled_by_user is None:
+                object.__setattr__(self.callee.module, self._slot, self)
 
     def remove(self) -> None:
         """Restore the former value of the slot, unless the user has replaced this object."""
-        if self._attributes.get(self._slot) is not self:
-            return
-        if self._replaced is _ABSENT:
+        if self.installed and self._replaced is _ABSENT:
             del self._attributes[self._slot]
-        else:
+        elif self.installed:
             object.__setattr__(self.callee.module, self._slot, self._replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickle contains the module's own method, so that a process can load it without this library.
-        if self.callee.method is None:
-            return type(None), ()
-        if (override := self.callee.override) is not None:
-            return operator.getitem, ([override], 0)
-        return getattr, (self.callee.module, self.callee.method)
+        method = self.callee.method
+        return (type(None), ()) if method is None else (getattr, (self.callee.module, method))
 
 
 class Dispatcher(CallSlot):
-    """Replaces the call of a target. `PhaseSwitch` sets the ``selected`` function.
+    """Replaces the call of a target. `PhaseSwitch` sets the ``selected`` function."""
 
-    Attributes:
-        compiled_by_user: The function that ``module.compile()`` had put into the slot.
-        session: The session, if `report_of` and `restore` must find it from the module.
-    """
-
-    def __init__(self, callee: Callee) -> None:
-        super().__init__(callee)
-        self.compiled_by_user: Callable[..., Any] | None = None
-        self.session: Any = None
-
-    def install(self) -> None:
-        """Put this object into the slot."""
-        super().install()
-        by_user = self._slot == _CALL_SLOT and self._replaced is not _ABSENT
-        self.compiled_by_user = self._replaced if by_user and not isinstance(self._replaced, CallSlot) else None
+    session: Any = None
+    """The session, if `report_of` and `restore` must find it from the module."""
 
     def remove(self) -> None:
         """Restore the former value of the slot, unless the user has replaced this object."""
@@ -104,27 +95,13 @@ class Dispatcher(CallSlot):
 
 
 class CallProbe(CallSlot):
-    """Stands above the slot of a module or a method, and passes each call to a `TargetSearch`.
-
-    Attributes:
-        covered: Whether the module or method is a target or consists of targets; ``None`` if not known yet.
-    """
-
-    def __init__(self, callee: Callee, called: Callable[..., Any]) -> None:
-        super().__init__(callee)
-        self.covered: bool | None = None
-        self.selected = functools.partial(called, self)
-
-    @property
-    def installed(self) -> bool:
-        """Whether this object is in the slot."""
-        return self._attributes.get(self._slot) is self
+    """Stands above the slot of a module or a method, and passes each call to a `TargetSearch`."""
 
     @property
     def below(self) -> Callable[..., Any]:
         """The function that a call runs without this probe."""
         below = self._attributes.get(self._slot)
-        if not isinstance(below, Dispatcher):  # otherwise, the target was added while this probe was removed
+        if not isinstance(below, Dispatcher):  # otherwise, the target was added after this probe was removed
             below = None if self._replaced is _ABSENT else self._replaced
         return below or self.eager
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.dispatcher import CallProbe
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.targets.called import compilable_parts, possible_callees, with_equal_blocks
+from compile_callbacks.targets.resolve import compilable_parts, group_targets, possible_callees, with_equal_blocks
 from compile_callbacks.targets.target import Callee, Target
 
 
@@ -30,6 +31,13 @@ class TargetSearch:
 
     While a target runs, no probe stands beneath it, so that Dynamo traces none and eager calls take no longer. After
     the step in which the target was first called, these probes are removed from the phase for good.
+
+    Args:
+        root: The module of the session.
+        switch: The switch that has the targets.
+        warn: Issues the warnings.
+        searched: The phases in which the search finds targets.
+        resolve: Returns the named targets of a changed module.
     """
 
     def __init__(
@@ -38,22 +46,24 @@ class TargetSearch:
         switch: PhaseSwitch,
         warn: WarnOnce,
         *,
-        group: Callable[[nn.Module, list[Callee]], list[Target]] | None = None,
-        resolve: Callable[[], Sequence[Target]] | None = None,
-        uncompiled: Collection[Phase] = (),
+        searched: Collection[Phase],
+        resolve: Callable[[], Sequence[Target]] | None,
     ) -> None:
         self.in_step = False
         """Whether a step is running. Calls of hooks between the steps are not recorded."""
         self.called: list[CallProbe] = []
         """The targets that the running step has called for the first time in the phase."""
-        self._root, self._switch, self._warn = root, switch, warn
-        self._group, self._resolve, self._uncompiled = group, resolve, uncompiled
+        self._root, self._switch, self._warn, self._searched, self._resolve = root, switch, warn, searched, resolve
         self._tree = _tree(root)
-        self._eager = self._records_methods = False
+        self._eager = False
         self._phase: Phase | None = None
-        self._probes: dict[Phase, dict[CallProbe, None]] = {}
-        self._standing: dict[CallProbe, None] = {}  # the probes of the current phase
+        self._probes: dict[Phase | None, dict[CallProbe, None]] = {}
         self._in_method: list[CallProbe] | None = None  # the probes that a running method called
+
+    @property
+    def _standing(self) -> dict[CallProbe, None]:
+        """The probes of the current phase."""
+        return self._probes.get(self._phase, {})
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -65,18 +75,15 @@ class TargetSearch:
                     self._look_up(self._resolve)
                 if phase != self._phase:
                     self._change_phase(phase)
-        if not eager and self._records_methods:  # a method becomes a target in an eager step only
-            self._records_methods = False
+        if not eager:  # a method becomes a target in an eager step only
             self._drop([probe for probe in self._standing if probe.callee.method is not None])
         self.in_step, self._eager = True, eager
 
     def step_ends(self) -> None:
         """End a step, and remove the probes beneath the targets that it called."""
         self.in_step = False
-        if self.called:
-            within = [below for probe in self.called for below in self._within(probe)]
-            self.called.clear()
-            self._drop(within)
+        self._drop([below for probe in self.called for below in self._within(probe)])
+        self.called.clear()
 
     def remove(self) -> None:
         """Remove all probes."""
@@ -88,14 +95,31 @@ class TargetSearch:
     def _change_phase(self, phase: Phase) -> None:
         for probe in self._standing:
             probe.remove()
-        self._standing, self._phase = {}, phase
-        if self._group is None or phase in self._uncompiled:
-            return
-        if phase not in self._probes:
-            self._probes[phase] = {CallProbe(callee, self._call): None for callee in possible_callees(self._root)}
-        self._standing, self._records_methods = self._probes[phase], True
+        self._phase = phase
+        if phase in self._searched and phase not in self._probes:
+            self._probes[phase] = dict.fromkeys(map(CallProbe, possible_callees(self._root)))
         for probe in self._standing:
+            probe.selected = functools.partial(self._call, probe)
             probe.install()
+
+    def _look_up(self, resolve: Callable[[], Sequence[Target]]) -> None:
+        """Resolve the targets again, and discard those that are no longer a part of the module."""
+        self.remove()
+        named, before = {_identity(target): target for target in resolve()}, self._tree
+        self._tree = _tree(self._root)
+        gone = {number for _, number in set(before) - set(self._tree)}
+        discarded = [
+            target
+            for target in self._switch.targets
+            if any(id(member.module) in gone for member in target.members) or (named and _identity(target) not in named)
+        ]
+        self._switch.discard(discarded)
+        known = {_identity(target) for target in self._switch.targets}
+        self._switch.add([target for identity, target in named.items() if identity not in known])
+        for target in () if self._searched else discarded:
+            if target.name not in {target.name for target in named.values()}:
+                message = f"target {target.name!r} is no longer a part of the module, so it is not compiled"
+                self._warn.warn("CC102", message, about=(target.name, "gone"))
 
     # ------------------------------------------------------------------------------------------ one call
 
@@ -105,18 +129,14 @@ class TargetSearch:
         if self._in_method is not None:
             self._in_method.append(probe)
             return probe.below(*args, **kwargs)
-        if probe.covered is None:
-            probe.covered = not self._new_parts([probe.callee])
-        if not probe.covered and self.in_step and not _torch.autograd.in_backward():
-            if probe.callee.method is None:
-                self._add(probe)
-            elif self._eager:
+        if self._new_parts([probe.callee]):
+            if not self.in_step or _torch.autograd.in_backward():
+                return probe.below(*args, **kwargs)
+            if probe.callee.method is not None:
                 return self._call_method(probe, *args, **kwargs)
-        if not probe.covered:
-            return probe.below(*args, **kwargs)
-        if probe not in self.called:
-            self.called.append(probe)
-        with _removed(self._within(probe), self._standing):
+            self._add(probe)
+        self.called.append(probe)
+        with self._removed(self._within(probe)):
             return probe.below(*args, **kwargs)
 
     def _call_method(self, probe: CallProbe, *args: Any, **kwargs: Any) -> Any:
@@ -138,18 +158,14 @@ class TargetSearch:
 
         The call of the root hides its children, which later steps may call, so they become targets, too.
         """
-        assert self._group is not None
-        probe.covered = True
         callees = [standing.callee for standing in self._standing]
-        with self._without_failures(), _removed(list(self._standing), self._standing):
-            groups = [with_equal_blocks(self._root, probe.callee, callees)]
+        with self._without_failures(), self._removed(self._standing):
+            groups = [with_equal_blocks(probe.callee, callees)]
             if probe.callee.module is self._root:
                 children = set(self._root.children())
                 groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
             for alike in groups:
-                self._switch.add(self._group(self._root, self._new_parts(alike)))
-        for standing in self._standing:
-            standing.covered = standing.covered or None
+                self._switch.add(group_targets(self._root, self._new_parts(alike)))
 
     def _new_parts(self, callees: Iterable[Callee]) -> list[Callee]:
         """Return what torch can compile of called modules and methods, without what is a target already."""
@@ -167,9 +183,11 @@ class TargetSearch:
             reason = in_one_line(describe_failure(error))
             self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
+    # ------------------------------------------------------------------------------------------ probes
+
     def _within(self, probe: CallProbe) -> list[CallProbe]:
         """Return the probes of a module and its methods, and beneath it."""
-        inside = {id(module) for module in probe.callee.module.modules()}
+        inside = set(map(id, probe.callee.module.modules()))
         return [standing for standing in self._standing if id(standing.callee.module) in inside]
 
     def _drop(self, probes: Iterable[CallProbe]) -> None:
@@ -178,38 +196,17 @@ class TargetSearch:
                 del self._standing[probe]
                 probe.remove()
 
-    # ------------------------------------------------------------------------------------------ a changed module
-
-    def _look_up(self, resolve: Callable[[], Sequence[Target]]) -> None:
-        """Resolve the targets again, and discard those that are no longer a part of the module."""
-        self.remove()
-        resolved, before = resolve(), self._tree
-        self._tree = _tree(self._root)
-        if self._group is not None:
-            gone = {number for _, number in set(before) - set(self._tree)}
-            of_gone = [t for t in self._switch.targets if any(id(member.module) in gone for member in t.members)]
-            self._switch.discard(of_gone)
-            return
-        named = {_identity(target): target for target in resolved}
-        discarded = [target for target in self._switch.targets if _identity(target) not in named]
-        self._switch.discard(discarded)
-        known = {_identity(target) for target in self._switch.targets}
-        self._switch.add([target for identity, target in named.items() if identity not in known])
-        for name in {target.name for target in discarded} - {target.name for target in resolved}:
-            message = f"target {name!r} is no longer a part of the module, so it is not compiled"
-            self._warn.warn("CC102", message, about=(name, "gone"))
-
-
-@contextlib.contextmanager
-def _removed(probes: Sequence[CallProbe], standing: Collection[CallProbe]) -> Iterator[None]:
-    for probe in probes:
-        probe.remove()
-    try:
-        yield
-    finally:
-        for probe in probes:
-            if probe in standing:
-                probe.install()
+    @contextlib.contextmanager
+    def _removed(self, probes: Iterable[CallProbe]) -> Iterator[None]:
+        removed = list(probes)
+        for probe in removed:
+            probe.remove()
+        try:
+            yield
+        finally:
+            for probe in removed:
+                if probe in self._standing:
+                    probe.install()
 
 
 def _key(callee: Callee) -> tuple[int, str | None]:

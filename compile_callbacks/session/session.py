@@ -16,7 +16,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce, with_code
-from compile_callbacks._utils.phases import Phase
+from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, conditions, model_fingerprint
 from compile_callbacks.calls.observed_calls import CallRecords
@@ -36,7 +36,6 @@ from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
-from compile_callbacks.targets.repeated import group_targets
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.ranks import Ranks
 from compile_callbacks.tuning.tune import Tune
@@ -97,9 +96,8 @@ class Session:
             module,
             self._switch,
             warn,
-            group=group_targets if self._finds_targets else None,
+            searched={*PHASES} - arguments.uncompiled if self._finds_targets else (),
             resolve=resolve,
-            uncompiled=arguments.uncompiled,
         )
         self._helper = None if self._requests is None else Helper(self._requests, self._helper_failed)
         self.gpu = StepsOnGpu(module)

@@ -1,43 +1,38 @@
-"""Resolves the names in the ``targets`` argument to `Target` objects of a module."""
+"""Finds `Target` objects: those that the ``targets`` argument names, and those that the steps of a module may call."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Sequence
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parameter import is_lazy
 
-from compile_callbacks._utils.errors import with_code
+from compile_callbacks import _torch
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.targets.fsdp import innermost_fsdp_units
-from compile_callbacks.targets.repeated import group_targets, is_block
-from compile_callbacks.targets.target import Callee, Target, callees_of
+from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
+from compile_callbacks.targets.target import Callee, Target, callees_of, is_replaced
+
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_FRAMEWORKS = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+"""The packages whose methods compute nothing, apart from ``forward``."""
 
 
 def check_target_names(targets: object) -> tuple[str, ...] | None:
     """Check the ``targets`` argument."""
     if targets is None:
         return None
-    if targets == "repeated":
-        message = (
-            "targets='repeated' is not supported. Name the blocks with a glob, as in targets=['net.layers.*'], so that "
-            "they share a compiled function, or omit targets and set background=True, so that training goes on during "
-            "the compile. targets=['repeated'] names a submodule"
-        )
-        raise ValueError(with_code("CC201", message))
     names = (targets,) if isinstance(targets, str) else targets
-    if not isinstance(names, Sequence):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         message = f"targets={targets!r} must be a list of names, or None for the default targets"
         raise TypeError(with_code("CC202", message))
-    for name in names:
-        if not isinstance(name, str):
-            message = f"targets={targets!r} has {name!r} of the type {type(name).__name__}, which is not a name"
-            raise TypeError(with_code("CC202", message))
-        if not name:
-            message = f"targets={targets!r} has an empty name; the call of the module itself is 'forward'"
-            raise ValueError(with_code("CC201", message))
     if not names:
         raise ValueError(with_code("CC201", "targets is empty; list names, or use None for the default targets"))
     return tuple(names)
@@ -59,7 +54,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = Fa
             matching = _matching(root, name)
             callees += matching
             of_globs |= {id(callee.module) for callee in matching if set(name) & set("*?[")}
-    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and is_block(callee.module))  # noqa: E731
+    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and _is_block(callee.module))  # noqa: E731
     return group_targets(root, callees, shares)
 
 
@@ -67,8 +62,10 @@ def _matching(root: nn.Module, name: str) -> list[Callee]:
     if name == "forward":
         return callees_of("forward", root)
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
-    if paths := _outermost(path for path in modules if fnmatch.fnmatchcase(path, name)):
-        return [callee for path in paths for callee in callees_of(path, modules[path])]
+    paths = [path for path in modules if fnmatch.fnmatchcase(path, name)]
+    # A glob may match submodules of a match, because "*" matches dots.
+    if outermost := [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]:
+        return [callee for path in outermost for callee in callees_of(path, modules[path])]
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     if owner is None or not _has_method(owner, method):
@@ -78,17 +75,153 @@ def _matching(root: nn.Module, name: str) -> list[Callee]:
     return [Callee(name, owner, method)]
 
 
-def _outermost(paths: Iterable[str]) -> list[str]:
-    """Return the paths that are not within another path. A glob may match submodules, because ``*`` matches dots."""
-    outermost: list[str] = []
-    for path in paths:
-        if not any(path.startswith(f"{outer}.") for outer in outermost):
-            outermost.append(path)
-    return outermost
-
-
 def _has_method(module: nn.Module, name: str) -> bool:
     """Return whether a module has a method, without evaluating its properties."""
     if isinstance(module, torch.jit.ScriptModule):
         return hasattr(module, name)
     return callable(vars(module).get(name, getattr(type(module), name, None)))
+
+
+# ---------------------------------------------------------------------------------------------- repeated blocks
+
+
+def group_targets(
+    root: nn.Module, callees: Iterable[Callee], shares: Callable[[Callee], bool] = lambda callee: True
+) -> list[Target]:
+    """Return the targets for callees. Callees of the same structure become one target.
+
+    Duplicates count once. The function warns about a callee that torch cannot compile, and omits it. ``shares`` returns
+    whether a callee may share a compiled function.
+    """
+    once: dict[Any, Callee] = {}
+    for callee in callees:
+        once.setdefault((id(callee.module), callee.method), callee)
+    alike: dict[Any, list[Callee]] = {}
+    for key, callee in once.items():
+        if (reason := callee.uncompilable_reason()) is None:
+            structure = (callee.method, structure_of(callee.module)) if shares(callee) else key
+            alike.setdefault(structure, []).append(callee)
+        elif not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank()):
+            warn_user("CC104", f"target {callee.name!r} is not compiled: {reason}")
+    return [Target(_name_of(root, [callee.name for callee in members]), tuple(members)) for members in alike.values()]
+
+
+def structure_of(module: nn.Module) -> Any:
+    """Return a hashable description of the structure of a module: classes, names, shapes and dtypes."""
+    classes = tuple((name, type(submodule)) for name, submodule in module.named_modules(remove_duplicate=False))
+    weights = tuple(
+        (name, None if is_lazy(tensor) else tuple(tensor.shape), tensor.dtype)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    )
+    return classes, weights
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Return whether a module has parameters and is more than one layer of ``torch.nn``."""
+    is_layer = not module._modules and type(module).__module__.startswith("torch.nn.")
+    return not is_layer and next(module.parameters(), None) is not None
+
+
+def _name_of(root: nn.Module, paths: Sequence[str]) -> str:
+    """Return the name of several modules for reports, if possible as one glob, such as ``"encoder.layers.*"``.
+
+    The glob must match no other module with parameters, because names of targets differ. Otherwise, the name is that of
+    the first module, with the number of the others.
+    """
+    if len(paths) == 1:
+        return paths[0]
+    columns = [set(names) for names in zip(*(path.split(".") for path in paths), strict=False)]
+    glob = ".".join(min(names) if len(names) == 1 else "*" for names in columns)
+    pattern = re.compile(re.escape(glob).replace(r"\*", "[^.]*"))
+    named = [path for path, part in root.named_modules(remove_duplicate=False) if any(True for _ in part.parameters())]
+    matching = {path for path in map(strip_fsdp1_names, named) if pattern.fullmatch(path)}
+    return glob if matching == set(paths) else f"{paths[0]} + {len(paths) - 1} more"
+
+
+# ---------------------------------------------------------------------------------------------- called targets
+
+
+def possible_callees(root: nn.Module) -> Iterator[Callee]:
+    """Yield the call of the root, the modules that its steps may call, and the methods of its direct children.
+
+    Members of lists and dicts of modules are direct children. The function yields no module without parameters, none
+    that can be a target only by name, and none within a module that the user compiled.
+    """
+    of_root = Callee("forward", root)
+    if of_root.uncompilable_reason() is None:
+        yield of_root
+    yield from _within(root, "", {id(root)}, direct=True)
+
+
+def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> Iterator[Callee]:
+    for name, child in parent.named_children():
+        if id(child) in seen or _only_if_named(child) or next(child.parameters(), None) is None:
+            continue
+        seen.add(id(child))
+        called = Callee(f"{prefix}{name}", child)
+        if type(child).forward is not nn.Module.forward and called.uncompilable_reason() is None:
+            yield called
+        in_container = direct and isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if direct and not in_container:
+            yield from (Callee(f"{called.name}.{method}", child, method) for method in _own_methods(child))
+        slot = vars(child).get("_compiled_call_impl")
+        if getattr(slot, "compiled_by_user", slot) is None:
+            yield from _within(child, f"{called.name}.", seen, direct=in_container)
+
+
+def _only_if_named(module: nn.Module) -> bool:
+    """Return whether a module is never a default target: a metric, a module of TorchScript, or an RNN of torch.
+
+    Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
+    ``allow_rnn`` is set), and breaks the graph of a target that contains them. With ``allow_rnn``, it unrolls the loop
+    over time: on a CPU, an ``nn.LSTM`` is not faster than eager, and an ``nn.GRU`` compiles for minutes.
+    """
+    classes = type(module).__mro__
+    is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
+    is_compiled = _torch.dynamo.is_dynamo_wrapper(module)
+    return is_metric or is_compiled or isinstance(module, (torch.jit.ScriptModule, nn.RNNBase))
+
+
+def _own_methods(module: nn.Module) -> list[str]:
+    """Return the names of the methods that ``nn.Module`` and the frameworks do not have.
+
+    A shallow copy of the module would call the methods of the original, so ``forward`` is not in the list. The list
+    contains no properties, generators, coroutines, static or class methods, no functions that are cached, compiled or
+    disabled, and no methods that an attribute of the module replaces.
+    """
+    methods = {
+        name: function
+        for cls in reversed(type(module).__mro__)
+        for name, function in vars(cls).items()
+        if not (name.startswith("__") or f"{cls.__module__}.".startswith(_FRAMEWORKS) or hasattr(nn.Module, name))
+    }
+    return [name for name, function in methods.items() if _is_plain(function) and not is_replaced(module, name)]
+
+
+def _is_plain(function: object) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, types.FunctionType) else None
+    return code is not None and not (code.co_flags & _SUSPENDED or _torch.dynamo.is_compiled_or_disabled(function))
+
+
+def compilable_parts(called: Callee) -> list[Callee]:
+    """Return a called module or method, or the innermost parts of the module if FSDP shards it."""
+    if called.method is None or (called.method == "forward" and innermost_fsdp_units(called.module)):
+        return callees_of(called.name, called.module)
+    return [called]
+
+
+def with_equal_blocks(called: Callee, callees: Iterable[Callee]) -> list[Callee]:
+    """Return a callee and the equal modules at the same place of other members of a list of blocks.
+
+    If ``layers.0.attention`` is called, the modules ``layers.*.attention`` share a compiled function.
+    """
+    if called.method is not None or (place := _place(called)) == called.name:
+        return [called]
+    same_place = [callee for callee in callees if callee.method is None and _place(callee) == place]
+    structure = structure_of(called.module)
+    return [callee for callee in same_place if structure_of(callee.module) == structure]
+
+
+def _place(callee: Callee) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", callee.name)

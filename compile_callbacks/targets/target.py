@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""The modules whose members the steps call instead, because they have no ``forward``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,27 +21,12 @@ class Callee:
     name: str  # the dotted name in the root module; "forward" is the call of the root module itself
     module: nn.Module
     method: str | None = None
-    override: Callable[..., Any] | None = field(init=False)  # the attribute of the module that overrides the method
-
-    def __post_init__(self) -> None:
-        # An attribute of the module itself overrides its class: net.forward = patched. It may be a dispatcher.
-        override = vars(self.module).get(self.method) if self.method else None
-        callee = getattr(override, "callee", None)
-        object.__setattr__(self, "override", callee.override if isinstance(callee, Callee) else override)
 
     @property
     def function(self) -> Callable[..., Any]:
         """The eager code with its hooks, as a function of the module."""
-        if (override := self.override) is None:
-            function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
-            return function
-        if isinstance(override, types.MethodType) and override.__self__ is self.module:
-            return override.__func__
-
-        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            return override(*args, **kwargs)
-
-        return call
+        function: Callable[..., Any] = getattr(type(self.module), self.method or "_call_impl")
+        return function
 
     @property
     def eager(self) -> Callable[..., Any]:
@@ -59,14 +40,20 @@ class Callee:
         return _torch.distributed.is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
-        """Return the reason why torch.compile cannot compile the callee, or ``None`` if it can."""
+        """Return the reason why the callee cannot be compiled, or ``None`` if it can."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return "it is a TorchScript module, which torch.compile cannot trace"
-        method = self.method or "forward"
-        function = vars(self.module).get(method, getattr(type(self.module), method, None))
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            return f"its {method} is an async function, and a compiled function would not return a coroutine"
+        name = self.method or "forward"
+        if self.method and is_replaced(self.module, name):
+            return f"its {name} is an attribute of the object, not a method of the class. Name the module instead"
+        if inspect.iscoroutinefunction(getattr(type(self.module), name, None)):
+            return f"its {name} is an async function, and a compiled function would not return a coroutine"
         return None
+
+
+def is_replaced(module: nn.Module, method: str) -> bool:
+    """Return whether an attribute of a module that is not a dispatcher replaces a method of its class."""
+    return method in vars(module) and not hasattr(vars(module)[method], "callee")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +93,3 @@ def callees_of(name: str, module: nn.Module) -> list[Callee]:
         else:
             callees.append(Callee(unit_name, unit, "forward"))
     return callees
-
-
-def only_if_named(module: nn.Module) -> bool:
-    """Return whether a module is never a default target: a metric, a TorchScript module, or an RNN of torch.
-
-    Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
-    ``allow_rnn`` is set), and breaks the graph of a target that contains them. With ``allow_rnn``, it unrolls the loop
-    over time: on a CPU, an ``nn.LSTM`` is not faster than eager, and an ``nn.GRU`` compiles for minutes.
-    """
-    classes = type(module).__mro__
-    is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
-    return is_metric or isinstance(module, (torch.jit.ScriptModule, nn.RNNBase))
