@@ -6,10 +6,8 @@ import contextlib
 import hashlib
 import os
 import pickle
-import queue
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 
 
@@ -17,23 +15,12 @@ def main() -> None:
     """Receive requests, and send answers, until the process that trains closes the connection or ends."""
     connection = Connection(int(sys.argv[1]))
     os.nice(int(sys.argv[2]))
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, requests, os.getppid()), daemon=True).start()
     with contextlib.suppress(Exception):  # a request then reports it
         _prepare()
-    while True:
-        connection.send_bytes(_answer(requests.get()))
-
-
-def _receive(connection: Connection, requests: queue.SimpleQueue[bytes], parent: int) -> None:
-    """Receive requests while the main thread compiles. End this process and its compilers with the connection."""
-    try:
-        while os.getppid() == parent:  # a process that the parent forked may keep the connection open
-            if connection.poll(1.0):
-                requests.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        pass
-    os.killpg(0, signal.SIGKILL)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(_answer(connection.recv_bytes()))
+    os.killpg(0, signal.SIGKILL)  # also ends the compilers
 
 
 def _prepare() -> None:

@@ -352,7 +352,7 @@ def test_the_helper_process_gives_way_only_to_a_gpu_and_its_number_is_not_signal
     before, helpers = os.getpriority(os.PRIO_PROCESS, 0), [helper_of(), helper_of()]
     for helper in helpers:
         helper.start(trains_on_cpu=helper is helpers[0], ranks=1)
-    processes = [helper._conversation._process for helper in helpers]
+    processes = [helper._process for helper in helpers]
     ends = time.monotonic() + 60
     while (found := [os.getpriority(os.PRIO_PROCESS, process.pid) - before for process in processes]) != [0, 5]:
         assert time.monotonic() < ends, found

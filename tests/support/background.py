@@ -23,8 +23,8 @@ def compiled_steps(count: int) -> Callable[[Any], bool]:
 
 def pids(callback: InductorCompile) -> set[int]:
     """The helper process of a callback."""
-    conversation = callback.session._helper._conversation
-    return set() if conversation is None else {conversation._process.pid}
+    process = callback.session._helper._process
+    return set() if process is None else {process.pid}
 
 
 def is_running(pid: int) -> bool:
