@@ -8,7 +8,7 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch  # as in Dynamo itself
 
@@ -242,13 +242,3 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
     return [tensor for value in inner for tensor in (value, *_inner_tensors(value))]
-
-
-def numbers_as_dynamic(inputs: Iterable[str]) -> Any:
-    """Return a context manager with which compiles treat these integer inputs as dynamic."""
-    parts = (name.partition("[") for name in inputs)
-    sources = [f"L['{local}'][{index}" for local, _, index in parts]
-    of_user = torch.compiler.config.dynamic_sources
-    return torch.compiler.config.patch(  # type: ignore[attr-defined]  # torch adds it when the module is imported
-        dynamic_sources=",".join([of_user, *sources] if of_user else sources)
-    )

@@ -58,24 +58,21 @@ def _while_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
         yield value
 
 
-def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor | int]]:
-    """Yield the tensors in a call's inputs, and integer inputs, each with an expression such as ``args[0]``.
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in a call's inputs, each with an expression such as ``args[0]``.
 
     The function omits parameters and tensors in modules, because they are weights.
 
     Example::
 
-        >>> [name for name, _ in inputs_of([torch.ones(2), 3], {"state": {"h": torch.ones(2)}})]
-        ['args[0]', 'args[1]', "kwargs['state']['h']"]
+        >>> [name for name, _ in tensors_of([torch.ones(2), 3], {"state": {"h": torch.ones(2)}})]
+        ['args[0]', "kwargs['state']['h']"]
     """
     left = [_MAX_INPUTS]
-    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
-    named += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
-    for name, value in named:
-        if type(value) is int:
-            yield name, value
-        else:
-            yield from _tensors(name, value, left, _MAX_DEPTH)
+    for i, value in enumerate(args):
+        yield from _tensors(f"args[{i}]", value, left, _MAX_DEPTH)
+    for name, value in kwargs.items():
+        yield from _tensors(f"kwargs[{name!r}]", value, left, _MAX_DEPTH)
 
 
 def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
-from compile_callbacks.calls.observed_calls import ObservedCalls
+from compile_callbacks.calls.observed_calls import DIFFERENTIATED, INTEGERS, KEPT, ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.target_log import TargetLog
@@ -49,40 +50,27 @@ class CompiledFunction:
     Attributes:
         calls: The number of calls of the function.
         recompile_after: The number of calls without a fitting graph after which torch compiles again.
-        hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks.
-        eager_frames: The code of frames behind graph breaks on which the compiler failed. They run eagerly. torch could
-            skip them, too, but not only for this target.
+        hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks, or ``None``
+            if the code has guards on hooks.
+        frames: For the code of each compiled frame, the number of resets of torch before; ``None`` if the compiler
+            failed on the frame. It then runs eagerly if no graph fits. torch could skip it, too, but for all targets.
+            The first frame is the target's own.
         why_no_graph: The reason why torch compiled no graph when it last traced the target's own frame, if it told.
     """
 
     _compiles: ClassVar = 0  # the number of functions that this process has got from torch.compile
 
     def __init__(
-        self,
-        target: Target,
-        config: InductorConfig,
-        backend: GraphBackend,
-        log: TargetLog,
-        observed: ObservedCalls,
+        self, target: Target, config: InductorConfig, backend: GraphBackend, log: TargetLog, observed: ObservedCalls
     ) -> None:
+        self._target, self._config, self._backend, self._log, self._observed = target, config, backend, log, observed
         self.calls = 0
         self.recompile_after: float = RECOMPILE_AFTER
         self.hooks_seen: int | None = -1  # has not looked for hooks yet
-        self.eager_frames: set[types.CodeType] = set()
+        self.frames: dict[types.CodeType, int | None] = {}
         self.why_no_graph: str | None = None
-        self._target = target
-        self._key = log.key
-        self._config = config
-        self._backend = backend
-        self._log = log
-        self._observed = observed
-        self._recorder = log.recorder
-        self._code: types.CodeType | None = None
-        self._compiled_code: set[types.CodeType] = set()  # the user's code for which torch has compiled code
-        self._resets = self._recorder.executions.resets
         self._static_call: int | None = None  # the number of the call that compiles for the second set of sizes
-        self._misses: list[int] = []  # the numbers of the calls that no graph fitted, since the last compile
-        self._guards_hooks = self._integers_reported = self._always_compiles = False
+        self._misses: deque[int] = deque(maxlen=RECOMPILE_AFTER)  # the numbers of the last calls that no graph fitted
 
     def get(self) -> Callable[..., Any]:
         """Return the function, after a look for hooks. The function compiles when it is called.
@@ -90,26 +78,18 @@ class CompiledFunction:
         By default, torch does not notice the first hooks. Only modules with hooks get guards on hooks, because such
         guards make the checks of each call a sixth slower.
         """
-        if self.hooks_seen != _torch.dynamo.hooks_registered():
-            self.hooks_seen = _torch.dynamo.hooks_registered()
+        if self.hooks_seen is not None:
             has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._target.members)
-            if not self._guards_hooks and any(has_hooks):
-                self._guards_hooks, self._backend.function = True, None
+            self.hooks_seen = _torch.dynamo.hooks_registered()
+            if any(has_hooks):
+                self.hooks_seen = self._backend.function = None
         return self._backend.function or self._compile()
 
     def _compile(self) -> Callable[..., Any]:
-        name = re.sub(r"\W", "_", f"{self._key.target}_{self._key.phase}")
+        target, phase = self._log.key[:2]
+        name = re.sub(r"\W", "_", f"{target}_{phase}")
         function = _torch.torch_2_11.function_with_own_cache(_calling(self._target.members[0].function), name)
-        self._code = function.__code__
-        self.eager_frames.clear()
-        self._compiled_code.clear()
-        self._always_compiles = (
-            self._config.fullgraph  # torch 2.15 raises "found no compiled frames" if the call runs eagerly
-            or len(self._target.members) > 1  # equal blocks share the function, and may need a graph each
-            or any(member.sharded for member in self._target.members)
-            # Ranks whose code is not the same may communicate in another order. See also `has_collective`.
-            or any(isinstance(part, nn.SyncBatchNorm) for part in self._target.members[0].module.modules())
-        )
+        self.frames = {function.__code__: -1}
         CompiledFunction._compiles += 1
         compile_graph: Any = weakref.WeakMethod(self._backend.compile)
         arguments: dict[str, Any] = {"fullgraph": self._config.fullgraph, "dynamic": self._config.dynamic}
@@ -120,7 +100,7 @@ class CompiledFunction:
             return compile_graph()(graph, inputs)
 
         # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
-        splits = self._key.phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
+        splits = phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         try:
             compiled = _torch.frames.compile_function(
                 function, backend, self._convert, splits_for_ddp=splits, **arguments
@@ -131,29 +111,6 @@ class CompiledFunction:
         self._backend.function = compiled
         return compiled
 
-    def _limit_factor(self) -> int:
-        """Return by how much torch's recompile limit is too low."""
-        # Before torch 2.13, all our functions share the user's code object after a graph break, also freed ones.
-        broken = (event.target for event in self._recorder.events if event.kind == "graph_break")
-        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._key.target in broken
-        # torch compiles blocks that differ separately.
-        many = len(self._target.members) > 1 and self._backend.graphs >= torch.compiler.config.recompile_limit
-        return (CompiledFunction._compiles if shares else 1) * (len(self._target.members) if many else 1)
-
-    def _dynamo_settings(self, call: CallInProgress) -> dict[str, Any]:
-        """Return the settings of the config, and settings for integers that change and for a second set of sizes."""
-        settings, names = dict(self._config.dynamo), self._observed.changing_integers.names
-        is_second = self._config.dynamic is None and self._observed.sizes.is_second_set(call.args, call.kwargs)
-        if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
-            self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
-        if not names or self._config.dynamic is False or _UNSPEC in settings:
-            return settings
-        if not self._integers_reported:
-            self._integers_reported = True
-            reason = f"{_UNSPEC} is set, because {', '.join(sorted(names))} changed in its eager calls"
-            self._recorder.record("dynamo_setting", self._key, reason=reason)
-        return {**settings, _UNSPEC: True}
-
     # ------------------------------------------------------------------------------------------ a frame
 
     def _convert(self, frame: _torch.frames.Frame) -> Any:
@@ -162,97 +119,122 @@ class CompiledFunction:
         If it fails on the target's own frame, none of the user's code has run, and the target is called eagerly. A
         later frame runs eagerly alone, so that nothing runs twice.
         """
-        if frame.code in self.eager_frames:
-            self._recorder.part_runs_eagerly()
-            return _torch.frames.run_frame_eagerly()
-        is_own = frame.code is self._code
+        log, recorder, is_own = self._log, self._log.recorder, frame.code is next(iter(self.frames))
         if frame.code.co_filename.startswith(_PACKAGE) and not (is_own or frame.code.co_filename.endswith(_TRACED)):
             return _torch.frames.skip_frame()
-        if frame.code in self._compiled_code and self._runs_miss_eagerly():
+        resets = self.frames.get(frame.code, -1)
+        if resets is None:
+            recorder.part_runs_eagerly()
+        if resets is None or (resets == recorder.executions.resets and self._runs_miss_eagerly()):
             return _torch.frames.run_frame_eagerly()
-        call = self._log.eventful_call()
+        call = log.eventful_call()
         call.compiles, call.code = True, frame.code
         try:
-            is_first = is_own and not self._backend.graphs
-            if is_first and self._observed.gradients_differentiated:
-                if self._log.settings.on_error == "raise":
-                    raise CompileError(_DIFFERENTIATED)
-                raise self._log.run_target_eagerly("CC303", _DIFFERENTIATED)
-            self._backend.keeps_graph = self._log.settings.keeps_graph or self._observed.keeps_graph
             with self._tracing(call):
                 result = frame.convert()
             if (why_skipped := _torch.frames.skipped(result)) is None:
-                self._compiled_code.add(frame.code)
+                self.frames[frame.code] = recorder.executions.resets
             self.why_no_graph = why_skipped if is_own else self.why_no_graph
             if is_own and self._config.fullgraph and why_skipped:
                 raise CompileError(f"fullgraph=True, but torch compiles nothing of the target: {why_skipped}")
             return result
         except Exception as error:
-            if self._raises(frame, call, error, is_own):
+            if frame.is_graph_break(error):
+                self._graph_breaks(error, is_own)
                 raise
+            call.failure, call.nothing_ran = error, is_own
             call.failed_frames += (frame.code,)
-            self._recorder.part_runs_eagerly()
+            if is_own:
+                raise
+            recorder.part_runs_eagerly()
             return _torch.frames.run_frame_eagerly()
 
-    def _raises(self, frame: _torch.frames.Frame, call: CallInProgress, error: Exception, is_own: bool) -> bool:
-        """Record why Dynamo failed on a frame, and return whether torch or the target gets the exception."""
-        if not frame.is_graph_break(error):
-            call.failure, call.nothing_ran = error, is_own
-            return is_own
+    def _graph_breaks(self, error: Exception, is_own: bool) -> None:
+        """Record an error after which torch runs a frame eagerly, and compiles the frames beneath."""
         if "recompile limit exceeded" in str(error):
-            self._recorder.limit_reached(self._key)
+            self._log.recorder.limit_reached(self._log.key)
         elif is_own:  # torch skips the frame, and does not announce a graph break
-            self._recorder.record("graph_break", self._key, reason=str(error))
+            self._log.recorder.record("graph_break", self._log.key, reason=str(error))
         self.why_no_graph = str(error) if is_own else self.why_no_graph
-        return True
 
     def _runs_miss_eagerly(self) -> bool:
         """Return whether a frame of the running call runs eagerly, because none of its graphs fits the call."""
-        call = self._recorder.calling.current
-        if call is None or call.compiles or self._always_compiles or self._backend.has_collective:
-            return False
-        if self._resets != self._recorder.executions.resets:  # torch has no code any more
-            self._resets = self._recorder.executions.resets
-            self._compiled_code.clear()
+        call, first = self._log.recorder.calling.current, self._target.members[0]
+        if call is None or call.compiles or self._backend.has_collective or self._compiles_each_miss():
             return False
         # An activation checkpoint must recompute with the code of the forward pass. A reentrant one calls a module that
         # trains without grad, and calls it again in the backward pass.
-        trains_without_grad = self._target.members[0].module.training and not torch.is_grad_enabled()
+        trains_without_grad = first.module.training and not torch.is_grad_enabled()
         if trains_without_grad or _torch.autograd.saves_through_hooks() or _torch.autograd.in_backward():
             return False
         if not call.missed:  # a call counts once, with any number of frames
-            self._observed.sizes.record_compiled(call.args, call.kwargs)
-            self._misses = [number for number in self._misses if number > self.calls - OF_LAST_CALLS] + [self.calls]
-            if len(self._misses) >= self.recompile_after:
+            self._observed.record_later(call.args, call.kwargs)
+            self._misses.append(self.calls)
+            if len(self._misses) >= self.recompile_after and self.calls - self._misses[0] < OF_LAST_CALLS:
                 self._misses.clear()
                 return False
             call.missed = call.partly_eager = True
         return True
+
+    def _compiles_each_miss(self) -> bool:
+        members = self._target.members
+        return (
+            self._config.fullgraph  # torch 2.15 raises "found no compiled frames" if the call runs eagerly
+            or len(members) > 1  # equal blocks share the function, and may need a graph each
+            or any(member.sharded for member in members)
+            # Ranks whose code is not the same may communicate in another order. See also `has_collective`.
+            or any(isinstance(part, nn.SyncBatchNorm) for part in members[0].module.modules())
+        )
 
     @contextlib.contextmanager
     def _tracing(self, call: CallInProgress) -> Iterator[None]:
         """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
         if not call.traced:
             call.traced = True
-            self._observed.sizes.record_compiled(call.args, call.kwargs)
-        with contextlib.ExitStack() as settings:
+            self._observed.record_later(call.args, call.kwargs)
+        log, facts, settings, graphs = self._log, self._observed.facts, dict(self._config.dynamo), self._backend.graphs
+        if DIFFERENTIATED in facts and not graphs:
+            if log.settings.on_error == "raise":
+                raise CompileError(_DIFFERENTIATED)
+            raise log.run_target_eagerly("CC303", _DIFFERENTIATED)
+        self._backend.keeps_graph = log.settings.keeps_graph or KEPT in facts
+        with contextlib.ExitStack() as stack:
             if self._config.dynamic is None:
-                settings.enter_context(self._observed.marked(call.args, call.kwargs))
-            draws = settings.enter_context(
+                stack.enter_context(self._observed.marked(call.args, call.kwargs))
+                is_second = self._observed.is_second_set(call.args, call.kwargs)
+                if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
+                    self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
+            if INTEGERS in facts and self._config.dynamic is not False and _UNSPEC not in settings:
+                settings[_UNSPEC] = True
+                if not graphs:
+                    reason = f"{_UNSPEC} is set, because integers of its modules changed in its eager calls"
+                    log.recorder.record("dynamo_setting", log.key, reason=reason)
+            draws = stack.enter_context(
                 _torch.dynamo.trace_settings(
-                    self._dynamo_settings(call),
+                    settings,
                     limit_factor=self._limit_factor(),
-                    guards_hooks=self._guards_hooks,
-                    frozen=self._key.frozen,
+                    guards_hooks=self.hooks_seen is None,
+                    frozen=self._backend.frozen,
                 )
             )
-            graphs = self._backend.graphs
             try:
                 yield
             except Exception:
                 self._backend.graphs = graphs  # no call uses what was compiled before an error, such as at the guards
                 raise
         call.constant_draws += tuple(draws)
+
+    def _limit_factor(self) -> int:
+        """Return by how much torch's recompile limit is too low: torch compiles blocks that differ separately."""
+        # Before torch 2.13, all our functions share the user's code object after a graph break, also freed ones.
+        breaks = self._log.recorder.events_of(self._log.key, "graph_break")
+        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and breaks
+        return len(self._target.members) * (CompiledFunction._compiles if shares else 1)
+
+    @property
+    def cannot_mix(self) -> bool:
+        """Whether the target runs eagerly as a whole after a failure on its own frame."""
+        return self._config.fullgraph or not self._backend.graphs
 
 
 def _calling(function: Callable[..., Any]) -> Any:

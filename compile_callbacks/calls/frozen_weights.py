@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,39 +18,35 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightWatch:
-    """Tells whether a module's weights changed, or moved to another address, since the last call."""
+    """Tells whether a module's weights changed, or moved to another address, since the last call.
+
+    Attributes:
+        are_suspect: Whether the next call compares hashes of the contents, because a callback may have swapped weights.
+            Other calls compare addresses and version counters, which takes 0.1 µs per tensor, but does not notice edits
+            through ``.data`` and parameters that were replaced.
+    """
 
     def __init__(self, module: nn.Module) -> None:
+        self.are_suspect = True
         self._module = module
         self._tensors: list[torch.Tensor] = []
-        self._versions: tuple[list[int], ...] = ()
-        self._hashes: tuple[int, ...] | None = None
+        self._seen: tuple[Any, ...] = ()  # hashes, addresses and versions
 
-    def changed(self, *, thorough: bool) -> bool:
-        """Return whether a weight changed since the last call. The first call returns ``True``.
-
-        With ``thorough``, compare hashes of the contents. Otherwise, compare addresses and version counters, which
-        takes 0.1 µs per tensor, but does not notice edits through ``.data`` and parameters that were replaced.
-        """
-        if self._hashes is None or thorough:
+    def changed(self) -> bool:
+        """Return whether a weight changed since the last call. The first call returns ``True``."""
+        if self.are_suspect:
             self._tensors = [weight for weight in _weights(self._module) if not weight.is_inference()]
-        elif self._read_versions() == self._versions:
+        elif self._read_versions() == self._seen[1:]:
             return False
+        self.are_suspect, before = False, self._seen
+        hashes = [_hash(weight).cpu() for weight in _weights(self._module)]
+        self._seen = (torch.stack(hashes).tolist() if hashes else [], *self._read_versions())
         # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
-        before = self._hashes, self._versions[:1]
-        self._versions = self._read_versions()
-        self._hashes = content_hashes(self._module)
-        return (self._hashes, self._versions[:1]) != before
+        return self._seen[:2] != before[:2]
 
-    def _read_versions(self) -> tuple[list[int], ...]:
+    def _read_versions(self) -> tuple[list[int], list[int]]:
         # Maps of functions in C, because each step does this for hundreds of tensors.
         return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
-
-
-def content_hashes(module: nn.Module) -> tuple[int, ...]:
-    """Return a 64-bit hash of each weight, in order."""
-    hashes = [_hash(weight).cpu() for weight in _weights(module)]
-    return tuple(torch.stack(hashes).tolist()) if hashes else ()
 
 
 def unwatchable_reason(module: nn.Module) -> str | None:
@@ -72,6 +69,7 @@ def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit hash of a tensor's contents."""
     data = tensor.detach().resolve_conj().resolve_neg()
     if data.is_complex():
         data = torch.view_as_real(data)

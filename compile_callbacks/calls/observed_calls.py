@@ -1,10 +1,10 @@
-"""`ObservedCalls`: records facts about a target's eager calls."""
+"""`ObservedCalls`: facts about a target's calls, which decide how its graphs are compiled."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,159 +12,157 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import PHASES, Phase
-from compile_callbacks._utils.signatures import inputs_of
-from compile_callbacks.calls.input_sizes import InputSizes, input_key
+from compile_callbacks._utils.signatures import tensors_of
 
-EAGER_CALLS = 2
-"""The number of eager calls of a target in which `ChangingIntegers` reads the integers."""
+SPECIALIZED = (0, 1)
+"""Sizes for which torch compiles a separate graph, even if the dimension is dynamic."""
+
+DIFFERENTIATED = "gradients are differentiated"  # a backward pass through an eager call had create_graph=True
+KEPT = "graphs are kept"  # a backward pass through an eager call had retain_graph=True
+INTEGERS = "integers change"  # integer attributes of the modules, such as a count of the calls
 
 
-class _Running(threading.local):
-    """The records of the eager calls that run in a thread."""
+MAX_SETS = 1000
+"""The maximum number of sets of sizes to keep."""
 
-    def __init__(self) -> None:
-        self.calls: list[ObservedCalls] = []
+_Sizes = tuple[tuple[str, tuple[int, ...]], ...]
+"""The set of sizes of a call: of each tensor, its name with its number of dimensions, and its shape."""
 
 
 class ObservedCalls:
-    """Records facts about a target's eager calls in one phase.
+    """Records facts about a target's calls in one phase.
 
-    The facts are the dimensions and integers of the inputs that vary, the integer attributes that change, and whether
-    the gradients are differentiated.
+    In the eager steps, a dimension varies if it has three sizes, or two sizes that each come in a quarter of the calls.
+    The smaller last batch of an epoch does not make the batch size dynamic. Of later calls, those count that compile or
+    that the code does not fit. If such calls have two sets of sizes, each set gets a static graph, because a dynamic
+    graph is slower and would also serve the usual calls. With more sets, each dimension that has two sizes varies. The
+    sizes 0 and 1 do not count.
 
-    Within `marked`, torch treats the dimensions and integers that vary as dynamic, and all others as static. The first
-    graph then accepts the sizes of all eager calls that occur often.
+    Attributes:
+        facts: Those of `DIFFERENTIATED`, `KEPT` and `INTEGERS` that are true.
     """
 
-    def __init__(self, running: _Running) -> None:
-        self.gradients_differentiated = False  # whether a backward pass through an eager call had create_graph=True
-        self.keeps_graph = False  # whether a backward pass through an eager call had retain_graph=True
-        self._running = running
-        self.changing_integers = ChangingIntegers()
-        self.sizes = InputSizes()
+    def __init__(self) -> None:
+        self.facts: set[str] = set()
+        self._eager: Counter[_Sizes] = Counter()  # the number of eager calls, by set of sizes
+        self._later: Counter[_Sizes] = Counter()  # the same of calls that compile, or that the code does not fit
+        self._known: set[tuple[str, int]] = set()  # the inputs and dimensions that varied in earlier runs
+        self._integers: dict[int, dict[str, int]] = {}  # before the first call of each module; empty after the second
 
     def recording(self, call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
         """Wrap a target's eager call to observe its inputs, its integers and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self.sizes.record_eager(args, kwargs)
-            self.changing_integers.call_begins(module)
-            self._running.calls.append(self)
-            try:
-                result = call(*args, **kwargs)
-            finally:
-                self._running.calls.pop()
+            _count(self._eager, args, kwargs)  # takes about 1 µs per input
+            self._compare_integers(module)
+            result = call(*args, **kwargs)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
-            for _, output in inputs_of((result,), {}):
-                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            for _, output in tensors_of((result,), {}):
+                if output.grad_fn is not None:
                     output.grad_fn.register_prehook(self._backward_begins)
             return result
 
         return recorded
 
+    def _compare_integers(self, module: nn.Module) -> None:
+        """In the first two eager calls of a module, look for integer attributes that change.
+
+        torch compiles a graph for each value of such an attribute, unless ``allow_unspec_int_on_nn_module`` is set.
+        """
+        if (before := self._integers.get(id(module))) != {}:
+            named = [(path, vars(submodule)) for path, submodule in module.named_modules()]
+            now = {f"{path}.{name}": value for path, own in named for name, value in own.items() if type(value) is int}
+            if before is not None and any(now.get(name, value) != value for name, value in before.items()):
+                self.facts.add(INTEGERS)
+            self._integers[id(module)] = now if before is None else {}
+
     def _backward_begins(self, gradients: Any) -> None:
-        # Autograd enables grad mode in a backward pass only with create_graph=True. A running target that contains this
-        # one differentiates the gradients itself.
-        for record in (self, *self._running.calls):
-            record.gradients_differentiated |= torch.is_grad_enabled()
-            record.keeps_graph |= _torch.autograd.graph_is_kept()
+        if torch.is_grad_enabled():  # autograd enables grad mode in a backward pass only with create_graph=True
+            self.facts.add(DIFFERENTIATED)
+        if _torch.autograd.graph_is_kept():
+            self.facts.add(KEPT)
+
+    def record_later(self, args: Any, kwargs: Any) -> None:
+        """Record a call that compiles, or that the compiled code does not fit."""
+        _count(self._later, args, kwargs)
+
+    def is_second_set(self, args: Any, kwargs: Any) -> bool:
+        """Return whether a call has the second set of sizes, for which a static graph is compiled."""
+        return len(self._later) == 2 and list(self._later)[1] == _sizes_of(args, kwargs)
+
+    def varying(self) -> dict[str, list[int]]:
+        """Return the dimensions that vary, by input."""
+        places = self._known | {place for place, counts in _by_place(self._eager) if _varies(counts)}
+        if len(self._later) > 2:
+            places |= {place for place, counts in _by_place(self._later) if len(counts.keys() - SPECIALIZED) > 1}
+        return {key: sorted(i for name, i in places if name == key) for key, _ in sorted(places)}
 
     @contextlib.contextmanager
     def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Mark the inputs that vary as dynamic in a ``with`` block in which torch compiles."""
-        varying = self.sizes.varying()
-        integers = []
+        varying = self.varying()
         with contextlib.ExitStack() as undo:
-            for name, value in inputs_of(args, kwargs) if varying else ():
-                dimensions = varying.get(input_key(name, value))
-                if dimensions is None:
-                    continue
-                if isinstance(value, torch.Tensor):
+            for name, value in tensors_of(args, kwargs) if varying else ():
+                if dimensions := [i for i in varying.get(f"{name}:{value.dim()}", ()) if i < value.dim()]:
                     undo.callback(_torch.dynamo.mark_dimensions(value, dimensions))
-                else:
-                    integers.append(name)
-            if integers:
-                undo.enter_context(_torch.dynamo.numbers_as_dynamic(integers))
             yield
 
     def state(self) -> dict[str, Any]:
         """Return the observations as JSON-ready data."""
-        state: dict[str, Any] = {**self.sizes.varying()}
-        if self.changing_integers.names:
-            state[CHANGING_INTEGERS] = sorted(self.changing_integers.names)
-        flags = {DIFFERENTIATED: self.gradients_differentiated, KEPT: self.keeps_graph}
-        return state | {key: True for key, is_set in flags.items() if is_set}
+        return {**self.varying(), **dict.fromkeys(sorted(self.facts), True)}
 
-    def restore(self, state: object) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
-        for key, dimensions in state.items() if isinstance(state, Mapping) else ():
-            if key == CHANGING_INTEGERS and isinstance(dimensions, list):
-                self.changing_integers.names.update(name for name in dimensions if isinstance(name, str))
-            else:
-                self.gradients_differentiated |= key == DIFFERENTIATED
-                self.keeps_graph |= key == KEPT
-                self.sizes.restore(key, dimensions)
+        self.facts |= {DIFFERENTIATED, KEPT, INTEGERS} & state.keys()
+        for key, dimensions in state.items():
+            if isinstance(dimensions, list):
+                self._known.update((key, i) for i in dimensions if type(i) is int and i >= 0)
 
 
-CHANGING_INTEGERS = "changing integers"
-"""The key of the names in `ObservedCalls.state`. The keys of inputs contain a colon."""
-
-DIFFERENTIATED, KEPT = "gradients are differentiated", "graphs are kept"
-"""The keys of `ObservedCalls.gradients_differentiated` and `ObservedCalls.keeps_graph` in `ObservedCalls.state`."""
-
-
-class ChangingIntegers:
-    """The integer attributes of a target's modules that change in the first eager calls, such as a count of the calls.
-
-    torch compiles a graph for each value of such an attribute, unless ``allow_unspec_int_on_nn_module`` is set.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()  # empty before the second call of the module
-        self._module_id: int | None = None  # of the first module, because repeated blocks have other integers
-        self._seen: list[dict[str, int]] = []  # before each call
-
-    def call_begins(self, module: nn.Module) -> None:
-        """Read the integers before an eager call, unless enough calls were observed."""
-        if len(self._seen) == EAGER_CALLS or self._module_id not in (None, id(module)):
-            return
-        self._module_id = id(module)
-        self._seen.append(
-            {
-                f"{path}.{name}".lstrip("."): value
-                for path, submodule in module.named_modules()
-                for name, value in vars(submodule).items()
-                if type(value) is int
-            }
-        )
-        first, last = self._seen[0], self._seen[-1]
-        self.names |= {name for name in first.keys() & last.keys() if first[name] != last[name]}
-
-
-class CallRecords:
+class CallRecords(dict[tuple[str, Phase], ObservedCalls]):
     """The `ObservedCalls` of each target and phase of a session."""
-
-    def __init__(self) -> None:
-        self._records: dict[tuple[str, Phase], ObservedCalls] = {}
-        self._running = _Running()
 
     def of(self, target: str, phase: Phase) -> ObservedCalls:
         """Return the record of a target in a phase."""
-        return self._records.setdefault((target, phase), ObservedCalls(self._running))
+        return self.setdefault((target, phase), ObservedCalls())
 
-    def state(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Return the inputs that vary and the integers that change, by phase and target, as JSON-ready data."""
-        states: dict[str, dict[str, dict[str, Any]]] = {}
-        for (target, phase), observed in self._records.items():
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return the observations by phase and target, as JSON-ready data."""
+        states: dict[str, dict[str, Any]] = {}
+        for (target, phase), observed in self.items():
             if state := observed.state():
                 states.setdefault(phase, {})[target] = state
         return states
 
-    def restore(self, state: object) -> None:
-        """Continue from the `state` of an earlier run. Ignore data of another form."""
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continue from the `state` of an earlier run."""
         for phase in PHASES:
-            of_phase = state.get(phase) if isinstance(state, Mapping) else None
-            for target, varying in of_phase.items() if isinstance(of_phase, Mapping) else ():
-                if isinstance(target, str):
-                    self.of(target, phase).restore(varying)
+            for target, state in states.get(phase, {}).items():
+                if isinstance(state, Mapping):
+                    self.of(target, phase).restore(state)
+
+
+def _sizes_of(args: Any, kwargs: Any) -> _Sizes:
+    return tuple((f"{name}:{value.dim()}", tuple(value.shape)) for name, value in tensors_of(args, kwargs))
+
+
+def _count(sets: Counter[_Sizes], args: Any, kwargs: Any) -> None:
+    sizes = _sizes_of(args, kwargs)
+    if len(sets) < MAX_SETS or sizes in sets:
+        sets[sizes] += 1
+
+
+def _by_place(sets: Counter[_Sizes]) -> Iterable[tuple[tuple[str, int], Counter[int]]]:
+    """Return the number of calls by size, for each input and dimension."""
+    places: dict[tuple[str, int], Counter[int]] = {}
+    for sizes, count in sets.items():
+        for key, shape in sizes:
+            for i, size in enumerate(shape):
+                places.setdefault((key, i), Counter())[size] += count
+    return places.items()
+
+
+def _varies(counts: Counter[int]) -> bool:
+    sizes = counts.keys() - SPECIALIZED
+    return len(sizes) > 2 or sum(4 * counts[size] >= counts.total() for size in sizes) > 1

@@ -38,9 +38,10 @@ class GraphBackend:
     backend compiles the graph without the pass.
     """
 
-    def __init__(self, target: Target, config: InductorConfig, log: TargetLog) -> None:
+    def __init__(self, target: Target, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
         self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
         self.graphs = 0  # the number of compiled graphs
+        self.frozen = frozen  # whether the weights are frozen
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
         self._weights = set[int]()  # the ids of the weights that are inputs of the compiled graphs
@@ -66,7 +67,7 @@ class GraphBackend:
         self._check_capture(graph_module)
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
-        options = {**self._config.resolved_options(device), "freezing": self._key.frozen}
+        options = {**self._config.resolved_options(device), "freezing": self.frozen}
         self._check_template(device)
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         has_collective = _torch.graphs.has_collective(graph_module)  # the copy has no metadata of DTensors
@@ -129,8 +130,8 @@ class GraphBackend:
         ):
             return None
         try:
-            if self._key.frozen or has_collective:
-                reason = "its weights are frozen" if self._key.frozen else "it contains a collective"
+            if self.frozen or has_collective:
+                reason = "its weights are frozen" if self.frozen else "it contains a collective"
                 raise _torch.portable_graphs.NotPortableError(reason)
             request = CompileRequest(
                 graph=_torch.portable_graphs.portable_graph(graph_module, inputs),
@@ -176,7 +177,7 @@ class GraphBackend:
         weights, and for frozen weights, which are not inputs of a graph.
         """
         target = self._target()
-        if target is None or target.shares_code or self._key.frozen:
+        if target is None or target.shares_code or self.frozen:
             return None
         member = target.members[0]
         if member.method is not None or member.sharded:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.errors import CompileError, with_code
+from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
 from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line, root_cause
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes.manager import find_pass_error
@@ -66,6 +66,9 @@ class TargetLog:
     key: CompileKey
     recorder: CompileRecorder
     settings: TargetSettings
+    warn: WarnOnce
+    runs_eagerly: bool = False  # whether the target runs eagerly from now on
+    warnings: list[tuple[str, str, Hashable]] = field(default_factory=list)  # to issue when a call ends
 
     def eventful_call(self) -> CallInProgress:
         """Return the running call of the target, and mark it as eventful."""
@@ -91,7 +94,7 @@ class TargetLog:
 
     def run_target_eagerly(self, code: str, reason: str) -> CompileError:
         """Run the target eagerly from the next call on. Return an error that ends a running trace."""
-        self.eventful_call().runs_target_eagerly = True
+        self.runs_eagerly = True
         self.recorder.record("fallback", self.key, reason=reason, code=code)
         target, phase = self.key[:2]
         self.warn_later(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
@@ -115,7 +118,14 @@ class TargetLog:
 
     def warn_later(self, code: str, message: str, *, about: Hashable = None) -> None:
         """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
-        self.eventful_call().warnings += ((code, message, about or self.key[:2]),)
+        self.eventful_call()
+        self.warnings.append((code, message, about or self.key[:2]))
+
+    def issue_warnings(self) -> None:
+        """Issue the warnings of earlier calls. The warnings of a candidate wait until the `Tune` has chosen it."""
+        while self.warnings and not self.settings.on_trial:
+            code, message, about = self.warnings.pop(0)
+            self.warn.warn(code, message, about=about)
 
 
 def describe(error: BaseException) -> str:

@@ -62,7 +62,7 @@ class Verification:
                 return None
         if isinstance(comparison, Comparison):
             return self._react_to(comparison)
-        self.log.eventful_call().runs_target_eagerly = True
+        self.log.runs_eagerly = True
         self.log.compiled_code_failed(comparison)
         return False
 
@@ -82,7 +82,7 @@ class Verification:
         if reaction == "raise":
             raise CompileError(with_code("CC302", message))
         if reaction == "target":
-            self.log.eventful_call().runs_target_eagerly = True
+            self.log.runs_eagerly = True
         if not settings.on_trial:
             if reaction != "nothing":
                 recorder.record("fallback", self.log.key, reason=comparison.reason, code="CC302")

@@ -57,13 +57,11 @@ class CompileKey(NamedTuple):
     Attributes:
         target: The name of the target.
         phase: The phase.
-        frozen: Whether the weights are frozen.
         candidate: The candidate, if the phase has a `Tune`.
     """
 
     target: str
     phase: Phase
-    frozen: bool = False
     candidate: str | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,7 @@ class CallInProgress:
     failed_frames: tuple[Any, ...] = ()  # the code of later frames on which the compiler failed, and which ran eagerly
     recompiles_in_next_call = False  # whether the compile and the eager run of its graph both ran out of memory
     compile_here: Callable[[], None] | None = None  # lets the target compile in this process instead of another one
-    runs_target_eagerly = False  # whether the target runs eagerly from now on
     constant_draws: tuple[str, ...] = ()  # the functions in which torch drew random numbers only while it traced them
-    warnings: tuple[tuple[str, str, Hashable], ...] = ()  # to issue: code, message, and what each is about
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class CompileRecorder:
         if self not in self.listeners:
             if self._listening:
                 self.executions.resets += 1
-                self.executions.discarded = {key._replace(frozen=False) for key in self._keys.values()}
+                self.executions.discarded = set(self._keys.values())
                 self._keys.clear()  # because torch starts compile ids from 0 again
             _, self._breaks_seen = _torch.events.graph_breaks(0)
             for _ in _torch.events.compilation_records(self._records_seen):
@@ -196,7 +194,7 @@ class CompileRecorder:
         self._add(self._event(kind, key, **attributes), show=show)
 
     def _event(self, kind: EventKind, key: CompileKey, **attributes: Any) -> CompileEvent:
-        target, phase, _, candidate = key
+        target, phase, candidate = key
         return CompileEvent(kind=kind, target=target, phase=phase, candidate=candidate, step=self.step, **attributes)
 
     def _add(self, event: CompileEvent, *, show: bool = True) -> None:
@@ -206,9 +204,8 @@ class CompileRecorder:
             self.progress.show(event)
 
     def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:
-        """Return the events of a kind about a target, with frozen weights and without."""
-        about = key._replace(frozen=False)
-        return [event for event in self.events if event.kind == kind and event.key == about]
+        """Return the events of a kind about a target."""
+        return [event for event in self.events if event.kind == kind and event.key == key]
 
     def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
         if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":

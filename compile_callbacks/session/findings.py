@@ -92,7 +92,7 @@ def settings_without_effect(run: PhaseRun, *, sharded: bool) -> Iterator[tuple[E
 def unfrozen(run: PhaseRun, compiled: CompiledTarget) -> Iterator[Finding]:
     """Find that freezing has no effect on a target yet. No warning, because `validate` may freeze it later."""
     config = run.chosen.config
-    if run.chosen.name is None and config is not None and config.freezes and not compiled.key.frozen:
+    if run.chosen.name is None and config is not None and config.freezes and not compiled.backend.frozen:
         reason = "freezing has no effect while weights may change, as during fit"
         yield Finding(event=("freezing", compiled.key, reason))
 

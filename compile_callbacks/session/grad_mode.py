@@ -143,7 +143,8 @@ class GradModeSession(Session):
         """Compile the module in place."""
         self.begin()
         if found_from_module:
-            self._switch.set_session(self)
+            for dispatcher in self._switch.dispatchers():
+                dispatcher.session = self
         variants = {phase: run.chosen for phase, run in self._phases.items()}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
 

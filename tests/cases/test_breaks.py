@@ -164,7 +164,10 @@ def test_an_integer_that_changes_in_each_eager_step_becomes_an_input_and_nothing
     report = check(scaled).report
     assert symbols.found == [0, 1, 1]  # two recompiles, of which one is for the branch
     (event,) = [event for event in report.train.diagnostics.events if event["kind"] == "dynamo_setting"]
-    assert event["reason"] == "allow_unspec_int_on_nn_module is set, because calls changed in its eager calls"
+    assert (
+        event["reason"]
+        == "allow_unspec_int_on_nn_module is set, because integers of its modules changed in its eager calls"
+    )
     assert f"train: net: {event['reason']}" in str(report)
     settings = {"train_mode": {"dynamo": HEALING}, "baseline_steps": 3}
     healed = case("no integer changes", ITEM, 12, settings, expect={"train.verified": "equal 1"})

@@ -46,8 +46,9 @@ def fault(name: str, phase: str, half: str, shape: str, **settings) -> Case:
         # Inductor writes no code for a graph that comes out of torch's cache.
         "memory": ([Uncached()], functools.partial(out_of_memory_in_inductor, place)),
     }[name]
-    failures = 2 if shape == "first" else 1  # the compiler is tried once for each shape
-    count, graphs, code = "fallbacks", 2 - failures, "CC301"
+    # Inductor is tried once for each shape. After a failure of Dynamo, the target runs eagerly.
+    failures = 2 if shape == "first" and name != "untraceable" else 1
+    count, graphs, code = "fallbacks", int(shape != "first"), "CC301"
     says = f"^target 'net' runs eagerly in the {phase} phase"
     if name == "pass":  # the graph is compiled without the pass
         count, graphs, code = "diagnostics.skipped_passes", 2, "CC701"
@@ -90,7 +91,7 @@ def test_a_failure_costs_speed_and_nothing_else(case):
     name, phase, _, shape = case.name.split("-")
     events = report.phase(phase).diagnostics.events
     reasons = [event["reason"] for event in events if event["kind"] in ("fallback", "pass_skipped")]
-    assert len(reasons) == (2 if shape == "first" else 1)
+    assert len(reasons) == (2 if shape == "first" and name != "untraceable" else 1)
     assert all(re.search(CAUSES[name], reason) for reason in reasons)
 
 
@@ -149,10 +150,10 @@ class Marked(Classifier):
 @pytest.mark.all_versions
 @pytest.mark.usefixtures("captured_graph")
 def test_a_graph_that_fails_at_its_guards_is_not_compiled_for_each_size():
-    expect = {"train.graphs": 5, "train.fallbacks": 6, "train.recompiles": ..., "train.diagnostics.eager_calls": ...}
+    expect = {"train.fallbacks": 1, "train.diagnostics.eager_calls": {"net": 12}}
     callback = {"targets": ["net"], "infer_mode": None}
     check(Case(name="guards", make=lambda: Marked(nn.Linear(FEATURES, 3)), train=tuple(range(3, 15)), validation=None,
-               predict=None, callback=callback, expect=expect, codes=("CC301", "CC101")))  # fmt: skip
+               predict=None, callback=callback, expect=expect, codes=("CC301",)))  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ errors of the user's code

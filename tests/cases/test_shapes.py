@@ -58,7 +58,6 @@ LATER = words(*[(4, 5)] * 9, *[(4, 6 + i % 7) for i in range(30)])
 TWO_SIZES = (4, 4, 3, 4, 3)
 CASES = [
     case("sizes vary in the baseline", Words, VARYING, 1, 2, baseline_steps=3),
-    case("an integer varies", Words, words(*[(4, 5)] * 9, times=(2, 3, 4, 5, 6)), 1, baseline_steps=3),
     case("sizes after the baseline", Words, LATER, 2, 7, baseline_steps=3),
     *[
         Case(name=f"a smaller last batch after {steps} eager steps", train=(16,) * 15 + (9,), predict=(16,),

@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.files import atomic_write, read_json, write_json
 from compile_callbacks._utils.messages import describe_failure
-from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.profiling.recompiles import explain_recompile
 
 
@@ -97,22 +95,6 @@ def test_free_memory_of_a_cpu_is_what_is_left_of_the_limit_of_the_container(limi
     monkeypatch.setattr(device, "_CGROUP", tmp_path)
     found = free_memory(torch.device("cpu"))
     assert found == free if free else found > 2**20
-
-
-def test_a_backward_pass_is_recorded_for_the_calls_of_its_own_thread():
-    records, net = CallRecords(), torch.nn.Linear(2, 2)
-    waiting, working = records.of("waiting", "train"), records.of("working", "train")
-
-    def work():
-        x = torch.ones(2, requires_grad=True)
-        torch.autograd.grad(working.recording(net, net)(x).sum(), x, create_graph=True)
-
-    def wait():
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(work).result()
-
-    waiting.recording(wait, net)()
-    assert (waiting.gradients_differentiated, working.gradients_differentiated) == (False, True)
 
 
 # ------------------------------------------------------------------------------------------ recompiles
