@@ -115,10 +115,10 @@ def has_collective(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether a graph communicates with other processes, in its forward or its backward pass."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return any(
-        _namespace(node) in _COLLECTIVE_NAMESPACES
+        namespace(node) in _COLLECTIVE_NAMESPACES
         or str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
         or isinstance(node.meta.get("example_value"), dtensor)
-        for node in _all_nodes(graph_module)
+        for node in all_nodes(graph_module)
     )
 
 
@@ -126,15 +126,16 @@ def may_communicate(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether the processes of a group run a custom operator, which may communicate."""
     distributed = torch.distributed
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return several and any(_namespace(node) not in _LOCAL_NAMESPACES for node in _all_nodes(graph_module))
+    return several and any(namespace(node) not in _LOCAL_NAMESPACES for node in all_nodes(graph_module))
 
 
-def _all_nodes(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+def all_nodes(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of a graph and its subgraphs."""
     for subgraph in graph_module.modules():
         yield from subgraph.graph.nodes if isinstance(subgraph, torch.fx.GraphModule) else ()
 
 
-def _namespace(node: torch.fx.Node) -> str:
+def namespace(node: torch.fx.Node) -> str:
     """Return the namespace of a node's operator, or an empty string for a function of Python."""
     return str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
 
@@ -145,7 +146,7 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
     A call with the size 1 then gets other results, or fails: at ``squeeze`` without a dimension, ``expand``, or a
     broadcast, for which the graph asserts that two sizes are equal.
     """
-    for node in _all_nodes(graph_module):
+    for node in all_nodes(graph_module):
         name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")
         if name == "eq" and any(user.target is torch.ops.aten._assert_scalar.default for user in node.users):
             return "broadcast"
@@ -161,11 +162,6 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
 def are_fake(values: Sequence[Any]) -> bool:
     """Return whether a call only propagates shapes."""
     return any(isinstance(value, torch._subclasses.FakeTensor) for value in values)
-
-
-def address_type(value: object) -> str | None:
-    """Return Dynamo's mark on a tensor that keeps its address, such as a weight or a buffer."""
-    return getattr(value, "_dynamo_static_input_type", None)
 
 
 @optional("comparison", lambda: True)

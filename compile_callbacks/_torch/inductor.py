@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from compile_callbacks._torch import autograd, graphs, ports, torch_2_11
+from compile_callbacks._torch import autograd, ports, torch_2_11
 from compile_callbacks._torch.ports import optional
 
 _MODES = "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
@@ -99,11 +99,8 @@ def compile_graph(
     activation_memory_budget: float | None = None,
     keeps_graph: bool = False,
     on_backward_lowered: Callable[[int], None],
-    compile_by: Callable[..., Any] | None = None,
 ) -> Any:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
-
-    ``compile_by`` replaces ``compile_fx``.
 
     The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
     which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
@@ -139,15 +136,16 @@ def compile_graph(
 
     has_passes = any("custom" in name and value is not None for name, value in options.items())
     count = len(example_inputs)  # torch keeps `compile_part`, which must not keep the inputs
-    buffers = [
+    marks = [node.meta.get("tensor_dict") or {} for node in graph_module.graph.find_nodes(op="placeholder")]
+    buffers = [  # Dynamo marks weights and buffers
         i
         for i, value in enumerate(example_inputs)
-        if graphs.address_type(value) is not None and not isinstance(value, torch.nn.Parameter)
+        if "_dynamo_static_input_type" in marks[i] and not isinstance(value, torch.nn.Parameter)
     ]
     # The tag prevents that the cache returns code that was compiled without these changes.
     options = tagged(options, f"{torch_2_11.autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
     with functorch_config.patch(settings), ports.optional_block("CUDA graphs", _switchable_cuda_graphs):
-        compiler: Any = compile_by or compile_fx
+        compiler: Any = compile_fx
         return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
 
 

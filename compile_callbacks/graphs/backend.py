@@ -146,7 +146,7 @@ class GraphBackend:
             self._recorder.record("foreground", self._key, reason=in_one_line(str(error)))
             return None
         self.requested.append(graph)
-        return graph if request.graph.symbols else graph.first
+        return graph if request.graph.symbol_positions else graph.first
 
     def _compile_here(self, reason: str) -> None:
         """Compile the target in this process from its next call on."""

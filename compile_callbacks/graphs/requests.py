@@ -61,15 +61,15 @@ class CompileRequest:
         saved_bytes: list[int] = []
         started, hits = time.perf_counter(), _torch.events.cache_hits()
         with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
-            artifact, guards = _torch.inductor.compile_graph(
+            compiled = _torch.inductor.compile_graph(
                 graph_module,
                 inputs,
                 options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
                 activation_memory_budget=self.activation_memory_budget,
                 keeps_graph=self.keeps_graph,
                 on_backward_lowered=saved_bytes.append,
-                compile_by=_torch.portable_graphs.compile_portable,
             )
+            artifact, guards = _torch.portable_graphs.serialized(compiled, inputs)
         return CompileAnswer(
             artifact=artifact,
             guards=guards,
