@@ -6,16 +6,6 @@ import sys
 
 import torch
 
-from compile_callbacks._torch.ports import optional
-
-
-@optional("dynamo settings", lambda: False)
-def ddp_treatment_is_chosen() -> bool:
-    """Return whether the user has set ``optimize_ddp``. The default is ``True``: Dynamo splits graphs for DDP."""
-    from torch._dynamo import config
-
-    return config.optimize_ddp is not True
-
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Return whether FSDP gathers the weights of a module for each call and frees them afterwards.

@@ -50,8 +50,6 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
         after = 0
     breaks = []
     for reason in reasons[after:]:
-        if reason.reason.startswith("DDPOptimizer "):
-            continue  # Dynamo split the graph for DDP, which is not a graph break
         where = reason.user_stack[-1] if reason.user_stack else None
         breaks.append(GraphBreak(reason.reason, where.filename if where else None, where.lineno if where else None))
     return breaks, len(reasons)

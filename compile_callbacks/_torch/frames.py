@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import types
 from collections.abc import Callable
@@ -59,7 +58,6 @@ def compile_function(
     *,
     fullgraph: bool,
     dynamic: bool | None,
-    splits_for_ddp: bool,
 ) -> Callable[..., Any]:
     """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
 
@@ -72,7 +70,7 @@ def compile_function(
         ports.MissingPortError: If torch has changed the conversion of frames.
     """
     isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
-    wrap = functools.partial(_Conversion if fullgraph else _ConvertFrame, splits_for_ddp=splits_for_ddp)
+    wrap = _Conversion if fullgraph else _ConvertFrame
     with ports.essential("frames"):
         # A later frame needs these parts, too late to compile the target in another way.
         _ = run_frame_eagerly(), skip_frame(), torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError
@@ -85,10 +83,7 @@ def compile_function(
 class _Conversion:
     """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
 
-    def __init__(
-        self, convert: Any, around: Callable[[Frame], Any], *, splits_for_ddp: bool, fullgraph: bool = True
-    ) -> None:
-        self._splits_for_ddp = splits_for_ddp
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
         self._convert = convert
         self._around = around
         self._fullgraph = fullgraph
@@ -96,15 +91,8 @@ class _Conversion:
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
 
     def _clone_with_backend(self, backend: Any) -> _Conversion:
-        """Return the clone with which Dynamo splits a graph within DDP's forward, or the same object.
-
-        With the splits, DDP can reduce gradients earlier, but Dynamo even splits graphs without a backward pass.
-
-        Workaround (until ``optimize_ddp`` can be set for one ``torch.compile``).
-        """
-        if not self._splits_for_ddp:
-            return self
-        return type(self)(self._convert._clone_with_backend(backend), self._around, splits_for_ddp=True)
+        """Return the same object, because a clone would split the graphs within DDP's forward."""
+        return self
 
     def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
         def convert() -> Any:
@@ -121,11 +109,9 @@ class _Conversion:
 class _ConvertFrame(_Conversion):
     """Dynamo's ``ConvertFrame``, with a `_Conversion` in it."""
 
-    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, splits_for_ddp: bool) -> None:
-        convert._inner_convert = _Conversion(
-            convert._inner_convert, around, splits_for_ddp=splits_for_ddp, fullgraph=False
-        )
-        super().__init__(convert, around, splits_for_ddp=splits_for_ddp, fullgraph=False)
+    def __init__(self, convert: Any, around: Callable[[Frame], Any]) -> None:
+        convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        super().__init__(convert, around, fullgraph=False)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         with torch._dynamo.config.patch(suppress_errors=False):

@@ -99,12 +99,8 @@ class CompiledFunction:
         def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
             return compile_graph()(graph, inputs)
 
-        # Whole graphs were faster than DDP's buckets (docs/how_to/several_gpus.md).
-        splits = phase == "train" and _torch.distributed.ddp_treatment_is_chosen()
         try:
-            compiled = _torch.frames.compile_function(
-                function, backend, self._convert, splits_for_ddp=splits, **arguments
-            )
+            compiled = _torch.frames.compile_function(function, backend, self._convert, **arguments)
         except _torch.ports.MissingPortError as error:
             self._log.warn_later("CC309", str(error), about="frames")
             compiled = torch.compile(function, backend=backend, **arguments)

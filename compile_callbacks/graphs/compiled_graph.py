@@ -90,8 +90,6 @@ class CompiledGraph:
         self.eager = self.statistics = self.compiled = self.verification = self.run = self.spare = None
 
     def _first_call(self, inputs: Sequence[Any]) -> Any:
-        if self.compiled is not None and _torch.graphs.are_fake(inputs):  # torch splits a graph for DDP
-            return self.compiled(*inputs)
         if self.verification is not None:
             accepted = self.verification.accepts(inputs)  # may raise; the next call then compares again
             if accepted is None and self.compiled is not None:

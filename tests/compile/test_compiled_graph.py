@@ -118,32 +118,3 @@ def test_a_compile_after_reset_is_counted_and_is_no_sample():
         "torch.compiler.reset() discarded the compiled graphs"
     ]
     assert [series["steps"] for series in found.series if series["kind"] == "compiling"] == [[1, 7]]
-
-
-class Raises(Wrapper):
-    bad = False
-
-    def forward(self, x):
-        if self.bad:
-            raise KeyError("bad")
-        return self.net(x)
-
-
-@pytest.mark.parametrize("mode", ["default", InductorConfig(fullgraph=True)])
-def test_a_bad_batch_and_a_failure_of_dynamo_are_handled_in_the_clones_of_ddps_optimizer(compiled, mode, monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # of this process alone
-    try:
-        # Two modules, because torch skips code that raised an exception of the user's.
-        module, other = (compiled(Raises(), train_mode=mode) for _ in range(2))
-        with torch._dynamo.config.patch(optimize_ddp="ddp_optimizer"):
-            parallel = nn.parallel.DistributedDataParallel(module)
-            for module.bad in (False, True, False):
-                with pytest.raises(KeyError) if module.bad else contextlib.nullcontext():
-                    parallel(X).sum().backward()
-            assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
-            parallel = nn.parallel.DistributedDataParallel(other)
-            monkeypatch.setattr(torch._dynamo.symbolic_convert.InstructionTranslator, "run", lambda self: 1 / 0)
-            with pytest.warns(CompileWarning, match="'forward' runs eagerly in the train phase.*ZeroDivisionError"):
-                parallel(torch.randn(5, FEATURES)).sum().backward()
-    finally:
-        dist.destroy_process_group()

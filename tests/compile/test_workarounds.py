@@ -92,7 +92,6 @@ NEEDED = {
     "inductor.without_cuda_graphs": "tests/gpu/test_verification.py",
     "inductor.end_failed_warmup": "tests/gpu/test_memory.py",
     "frames.compile_function": lambda _: set(inspect.signature(torch.compile).parameters) <= PARAMETERS,
-    "frames._Conversion": lambda _: "optimize_ddp" not in inspect.signature(torch.compile).parameters,
     "dynamo.transform_checks": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": lambda _: hasattr(torch.distributed.fsdp, "FullyShardedDataParallel"),
     "dynamo.frames_with_constant_draws": draws_are_constant,

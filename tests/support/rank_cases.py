@@ -147,11 +147,6 @@ def accumulation() -> dict[str, Any]:
     return both(Wide, accumulate_grad_batches=2, ddp={"gradient_as_bucket_view": True, "bucket_cap_mb": 1})
 
 
-def split() -> dict[str, Any]:
-    with mock.patch.object(torch._dynamo.config, "optimize_ddp", "ddp_optimizer"):
-        return both(Wide, ddp={"bucket_cap_mb": 1})
-
-
 def resumed_from_one() -> dict[str, Any]:
     ours, module = InductorCompile(baseline_steps=2), seeded()
     run = fit(module, ours, max_epochs=2, ckpt_path=str(FOLDER / "one.ckpt"))
