@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.autograd import forward_ad
 
-from compile_callbacks._torch import torch_2_11
 from compile_callbacks._torch.ports import optional
 
 _DEVICES = ("cpu", "cuda")
@@ -43,16 +42,13 @@ def restored_after_error() -> Iterator[None]:
 @optional("transform levels", lambda: lambda: None)
 def _transforms_left() -> Callable[[], None]:
     """Return a function that leaves the transforms and the level of forward AD that are entered from now on."""
-    exit_level = torch._C._exit_dual_level
-    leave: Callable[[int], None]
-    if torch_2_11.IS_OLDER_THAN_2_13:
-        leave = torch_2_11.leave_transforms
-    else:
-        leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
-    depth, has_level = torch._C._functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
+    functorch, exit_level = torch._C._functorch, torch._C._exit_dual_level
+    depth, has_level = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
+    leave = functorch.pop_dynamic_layer_stack
 
     def leave_transforms() -> None:
-        leave(depth)
+        while functorch.get_dynamic_layer_stack_depth() > depth:
+            leave()
         if not has_level:
             with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
                 exit_level(level=0)
@@ -60,24 +56,21 @@ def _transforms_left() -> Callable[[], None]:
     return leave_transforms
 
 
+def _autocast_nesting() -> int:
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
 @contextlib.contextmanager
 def without_autocast_cache() -> Iterator[None]:
-    """Within the ``with`` block, autocast caches no weights, because the user's next call would get them.
-
-    If a graph runs on fake tensors within the user's autocast block, the cache would contain fake weights.
-    """
+    """Within the ``with`` block, autocast caches no weights: they may be fake, and the user's next call gets them."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-def _autocast_nesting() -> int:
-    nesting = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return nesting
 
 
 @optional("modes", str)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import types
-import warnings
-from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -59,21 +53,16 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
     Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
     tensor twice, and the gradient of the first copy gets lost.
     """
-    apply = torch.ops.higher_order.autograd_function_apply
-    return IS_OLDER_THAN_2_13 and any(
-        _returns_twice(getattr(subgraph, call.args[0].target))
-        for subgraph in graph_module.modules()
-        if isinstance(subgraph, torch.fx.GraphModule)
-        for call in subgraph.graph.find_nodes(op="call_function", target=apply)
-    )
-
-
-def _returns_twice(forward: Any) -> bool:
-    """Return whether two outputs of the captured ``forward`` of an autograd function share their memory."""
-    outputs, _ = forward.graph.output_node().args[0]  # the second entry contains the saved tensors
-    values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
-    memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
-    return len(set(memory)) < len(memory)
+    apply, graphs = torch.ops.higher_order.autograd_function_apply, []
+    for parent in graph_module.modules() if IS_OLDER_THAN_2_13 else ():
+        if isinstance(parent, torch.fx.GraphModule):
+            calls = parent.graph.find_nodes(op="call_function", target=apply)
+            graphs += [getattr(parent, call.args[0].target).graph for call in calls]
+    # The second entry of an output contains the saved tensors.
+    outputs = [[node.meta["example_value"].untyped_storage()._cdata
+                for node in graph.output_node().args[0][0] if "example_value" in getattr(node, "meta", ())]
+               for graph in graphs]
+    return any(len(set(memory)) < len(memory) for memory in outputs)
 
 
 def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:
@@ -94,60 +83,3 @@ def autocast_state() -> str:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
-
-
-# ------------------------------------------------------------------------------------------ exports
-
-
-@contextlib.contextmanager
-def exports(module: torch.nn.Module, signature: inspect.Signature) -> Iterator[None]:
-    """Within the ``with`` block, `torch.export.export` works for a module whose ``forward`` may take ``**kwargs``.
-
-    Workaround (torch<2.12): ``torch.export.export`` fails with an assertion on dynamic shapes of keyword arguments that
-    the signature does not name. A failed export leaves a hook on each module of the process, and Dynamo then breaks the
-    graph at each assignment of a buffer.
-    """
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks
-    hooks_before, forward = set(hooks), module.forward
-
-    @functools.wraps(forward)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    named.__signature__ = signature  # type: ignore[attr-defined]
-    try:
-        with patch.object(module, "forward", named):
-            yield
-    finally:
-        for hook in set(hooks) - hooks_before:
-            del hooks[hook]
-
-
-@contextlib.contextmanager
-def own_warnings_off() -> Iterator[None]:
-    """Ignore torch's warnings about its own code within the ``with`` block.
-
-    Workaround (torch<2.12): torch warns about its own use of ``LeafSpec``, and about buffers that it only reads.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
-        yield
-
-
-# ------------------------------------------------------------------------------------------ transforms
-
-
-def leave_transforms(depth: int) -> None:
-    """Leave the innermost transforms of torch.func until only ``depth`` are active.
-
-    Workaround (torch<2.13): ``pop_dynamic_layer_stack_and_undo_to_depth`` raises an error, and leaves another number.
-    """
-    functorch = torch._C._functorch
-    leave = {
-        functorch.TransformType.Vmap: functorch._vmap_decrement_nesting,
-        functorch.TransformType.Grad: functorch._grad_decrement_nesting,
-        functorch.TransformType.Jvp: functorch._jvp_decrement_nesting,
-        functorch.TransformType.Functionalize: functorch._func_decrement_nesting,
-    }
-    while functorch.get_dynamic_layer_stack_depth() > depth:
-        leave[functorch.peek_interpreter_stack().key()]()

@@ -105,8 +105,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     if device != "cpu" and (accelerator is None or accelerator.type != device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
-        with _torch.torch_2_11.own_warnings_off():
-            run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
+        run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
     except Exception as error:
         reason, written_by = in_one_line(describe_failure(error)), metadata.get("torch")
         if written_by != torch.__version__:

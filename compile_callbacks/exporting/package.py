@@ -214,14 +214,13 @@ class _ExportedCall:
     def write(self, path: Path, config: InductorConfig | None) -> None:
         """Write the package that AOTInductor compiles, or without a config the program of ``torch.export``."""
         metadata = json.dumps({"torch": torch.__version__, "device": self._device.type, "inputs": self._spec.to_json()})
-        with _torch.torch_2_11.own_warnings_off():
-            self._program = self._trace()
-            if config is None:
-                self._program.example_inputs = None  # because the file would contain the user's data
-                torch.export.save(self._program, path, extra_files={METADATA_KEY: metadata})
-            else:
-                with torch.autocast(self._device.type, enabled=False):  # the program already contains the casts
-                    _compile(self._program, path, config, self._device, metadata)
+        self._program = self._trace()
+        if config is None:
+            self._program.example_inputs = None  # because the file would contain the user's data
+            torch.export.save(self._program, path, extra_files={METADATA_KEY: metadata})
+        else:
+            with torch.autocast(self._device.type, enabled=False):  # the program already contains the casts
+                _compile(self._program, path, config, self._device, metadata)
 
     def compare(self, path: Path) -> Comparison:
         """Compare the package with the program, with a dynamic batch also for one more sample."""
@@ -231,9 +230,8 @@ class _ExportedCall:
             return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in self._batches) else tensor
 
         inputs = [self._inputs, tree_map_only(torch.Tensor, longer, self._inputs)] if self._batches else [self._inputs]
-        with _torch.torch_2_11.own_warnings_off():
-            eager = self._program.module()
-            results = [_compare_with_eager(eager, package, *each) for each in inputs]
+        eager = self._program.module()
+        results = [_compare_with_eager(eager, package, *each) for each in inputs]
         return next((result for result in results if result.verdict == "differs"), results[0])
 
     def _trace(self) -> Any:
@@ -243,8 +241,7 @@ class _ExportedCall:
         for tensor in self._batches:
             shapes[tensor] = {0: batch}
         try:
-            with _torch.torch_2_11.exports(self._module, self._spec.signature):
-                program = torch.export.export(self._module, *self._inputs, dynamic_shapes=shapes)
+            program = torch.export.export(self._module, *self._inputs, dynamic_shapes=shapes)
             # torch.export ignores an active autocast. Tracing the program again inserts the casts.
             return program.run_decompositions({}) if torch.is_autocast_enabled(self._device.type) else program
         except Exception as error:
