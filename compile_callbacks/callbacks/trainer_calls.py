@@ -195,10 +195,10 @@ class TrainerCalls:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
         report = self.last_report.report = self.report()
         graphs = {f"graphs/{graph.title}": graph.text for graph in self.arguments.recorded_graphs()}
-        loggers.log(trainer.loggers, trainer.global_step, report.scalars(), graphs, report)
-        path = loggers.write_report(trainer, report, exception)
+        loggers.log(trainer.loggers, trainer.global_step, report.scalars(), report, graphs)
         if self.session is None or not report.has_figures:
             return
+        path = loggers.write_report(trainer, report, exception)
         if exception is None:
             self.session.check_run()
             if not trainer.is_global_zero or (trainer.state.fn != "fit" and self._printed):

@@ -6,7 +6,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -81,8 +80,6 @@ def test_the_same_scalars_reach_tensorboard_and_csv_on_rank_zero_alone(golden, b
 def test_one_page_has_the_charts_of_each_phase_whose_lines_need_no_legend_and_are_not_smoothed(board):
     for phase in ("train", "infer"):
         charts = layout(board)[f"torch.compile, {phase} phase"]
-        # The run is on the CPU, so it logs no peak memory. A machine with a GPU has a chart for it.
-        assert ("peak memory of a compiled step in MiB" in charts) == torch.cuda.is_available()
         # TensorBoard shows margin charts in reverse order, each with the line of one scalar, without smoothing.
         assert list(charts)[-1] == "step time in ms: compiled (line), eager (edge of the shade)"
         names = [[name] * 3 for name in ("compile/P/recompiles", "compile/P/seconds", "step/P/net_seconds_saved")]
