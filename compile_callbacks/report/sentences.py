@@ -28,7 +28,8 @@ def verdict_lines(phases: Mapping[Phase, PhaseReport]) -> list[str]:
 
 def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     """Return the verdict of a phase in a sentence, or an empty string if the phase did not run or is left eager."""
-    claim, net = _claim(report), report.net_seconds_saved or 0
+    back = _event(report, "sent_back")
+    claim, net = f"runs eagerly again: {back['reason']}" if back else _claim(report), report.net_seconds_saved or 0
     if not claim:
         return ""
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
@@ -36,22 +37,14 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
     if without_effect and _reason(without_effect) not in claim:
         claim += f"; {_reason(without_effect)}"
-    compared = report.verdict in ("faster", "compile time not repaid", "slower", "no difference")
-    if compared and _is_noisy(report) and not _is_unclear(report):
-        vary = f"step times vary by ±{_variation(report):.0%}"
-        return f"{claim}; {vary}, so other programs may use the machine: measure again"
+    if noise := _noise(report):
+        return f"{claim}; step times vary {noise}, so other programs may use the machine: measure again"
     return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
 def _claim(report: PhaseReport) -> str:
     """Return the verdict line without losses, settings without effect and advice."""
-    if back := _event(report, "sent_back"):
-        return f"runs eagerly again: {back['reason']}"
-    if report.verdict in ("too few samples", "not compiled", "still compiling"):
-        return _why_not_compared(report)
-    if report.verdict is None:
-        return _why_no_verdict(report)
-    details, eager_ms, compiled_ms = report.diagnostics, report.eager_step_ms or 0, report.compiled_step_ms or 0
+    details, eager_ms, compiled_ms = report.diagnostics, report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0
     times, speedup = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms", report.speedup or 1.0
     net, compiling = report.net_seconds_saved or 0, _duration(report.compile_seconds or 0)
     match report.verdict:
@@ -66,44 +59,47 @@ def _claim(report: PhaseReport) -> str:
             slower = f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower"
             return f"{slower} ({times}): {_why_slower(report)}"
         case "no difference":
-            spread = max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0)
-            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{_ms(spread / 2)}"
-            vary = " shown: step times vary too much" if _is_unclear(report) else ""
-            return f"no difference{vary} ({both}), {compiling} spent compiling"
-    if report.verdict != "not comparable":
-        return ""  # a newer version of this library may know other verdicts
-    low, high = details.speedup_interval or (0, math.inf)
-    why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
-    if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
-        why = "such a difference is a fault of the measurement, as when threads wait for each other"
-    advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
-    return f"no factor ({times}): {why}; {advice}"
+            spread = _ms(max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0) / 2)
+            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{spread}"
+            return f"no difference ({both}), {compiling} spent compiling"
+        case "not comparable":
+            low, high = details.speedup_interval or (0, math.inf)
+            why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
+            if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
+                why = "such a difference is a fault of the measurement, as when threads wait for each other"
+            advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
+            return f"no factor ({times}): {why}; {advice}"
+    return _why_not_compared(report)
 
 
 def _why_not_compared(report: PhaseReport) -> str:
-    eager_ms, compiled_ms = report.eager_step_ms, report.compiled_step_ms
-    if report.verdict == "still compiling":
-        meanwhile = _count(report.diagnostics.waiting_steps, "step")
-        return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
-    if report.verdict == "not compiled":
-        why, code = _why_uncompiled(report)
-        return f"not compiled: {why}" + (f", see {code}" if code else "")
-    if eager_ms is None or compiled_ms is None:
-        of, compiling = "eager" if eager_ms is None else "compiled", _duration(report.compile_seconds or 0)
-        return f"too few samples: no {of} steps of the same workload to compare, {compiling} spent compiling"
-    samples = f"{report.samples} of one kind, {MIN_SAMPLES} of each are needed"
-    return f"too few samples ({_ms(eager_ms)} → {_ms(compiled_ms)} ms): {samples}"
+    eager_ms, compiled_ms = report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0
+    match report.verdict:
+        case "too few samples" if not (eager_ms and compiled_ms):
+            of, spent = "compiled" if eager_ms else "eager", f"{_duration(report.compile_seconds or 0)} spent compiling"
+            return f"too few samples: no {of} steps of the same workload to compare, {spent}"
+        case "too few samples":
+            samples = f"{report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+            return f"too few samples ({_ms(eager_ms)} → {_ms(compiled_ms)} ms): {samples}"
+        case "still compiling":
+            meanwhile = _count(report.diagnostics.waiting_steps, "step")
+            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
+        case "not compiled":
+            why, code = _why_uncompiled(report)
+            return f"not compiled: {why}" + (f", see {code}" if code else "")
+        case None:
+            return _why_no_verdict(report)
+    return ""  # a newer version of this library may know other verdicts
 
 
 def _why_no_verdict(report: PhaseReport) -> str:
-    trials = report.diagnostics.trials
+    trials = {trial["candidate"]: trial for trial in report.diagnostics.trials}
     if trials and report.mode == EAGER:
-        others = [trial for trial in trials if trial["candidate"] != EAGER]
-        reason = next(trial["reason"] for trial in trials if trial["candidate"] == EAGER)
-        reason = reason or (others[0]["reason"] if len(others) == 1 else "")
-        results = ", ".join(f"{trial['candidate']} {trial['verdict']}" for trial in others)
+        reason = trials.pop(EAGER)["reason"]
+        results = ", ".join(f"{name} {trial['verdict']}" for name, trial in trials.items())
+        reason = reason or (trial["reason"] if len(trials) == 1 and (trial := next(iter(trials.values()))) else "")
         return f"eager kept: {results}" + (f" ({reason})" if reason else "")
-    if trials and all(trial["verdict"] != "chosen" for trial in trials):
+    if trials and all(trial["verdict"] != "chosen" for trial in trials.values()):
         return "no candidate is chosen yet: the phase ran too few steps"
     if not_requested := _event(report, "not_requested"):
         return f"not compiled: {not_requested['reason']}"
@@ -117,16 +113,12 @@ def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
     lines = list(dict.fromkeys(note for report in phases.values() for note in report.diagnostics.torch_notes))
     for phase, report in phases.items():
         verdict, details = describe_verdict(phase, report), report.diagnostics
-        lines += [
-            f"{phase}: {trial['candidate']} {trial['verdict']}: {trial['reason']}"
-            for trial in details.trials
-            if trial["reason"] and trial["reason"] not in verdict
-        ]
+        reasons = [(f"{trial['candidate']} {trial['verdict']}", trial["reason"]) for trial in details.trials]
+        found = [f"{what}: {reason}" for what, reason in reasons if reason and reason not in verdict]
         settings = [event for event in details.events if event["kind"] == "dynamo_setting"]
-        lines += [f"{phase}: {event['target']}: {event['reason']}" for event in settings]
-        lines += [
-            f"{phase}: {_count(calls, 'call')} of {name} ran eagerly" for name, calls in details.eager_calls.items()
-        ]
+        found += [f"{event['target']}: {event['reason']}" for event in settings]
+        found += [f"{_count(calls, 'call')} of {name} ran eagerly" for name, calls in details.eager_calls.items()]
+        lines += [f"{phase}: {note}" for note in found]
     return lines
 
 
@@ -145,15 +137,13 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
     code = failed.get("code", "CC301") if (failed := _event(report, "fallback")) else ""
     yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {code}" if code else None
-    recompile = _event(report, "recompile") or {}
-    fix = recompile.get("fix") or ""
-    fix += _healing(phase, report) if fix.startswith("removing the graph break") else ""
-    times = "once" if report.recompiles == 1 else f"{report.recompiles} times"
-    yield f"{phase} recompiled {times} ({recompile['reason']}): {fix}" if fix else None
-    doubtful = _is_noisy(report) or _is_unclear(report)
-    again = verdict == "not comparable" or (doubtful and verdict in ("slower", "no difference"))
+    recompile, times = _event(report, "recompile") or {}, "once"
+    times = times if report.recompiles == 1 else f"{report.recompiles} times"
+    yield f"{phase} recompiled {times} ({recompile['reason']}): {recompile['fix']}" if recompile.get("fix") else None
+    noise = _noise(report)
+    again = verdict == "not comparable" or (noise and verdict in ("slower", "no difference"))
     yield f"measure {phase} again while no other program uses the machine" if again else None
-    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" and not doubtful else None
+    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" else None
     broken = _event(report, "graph_break") or {}
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
@@ -166,7 +156,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     yield cached if verdict == "compile time not repaid" and report.break_even_steps != math.inf else None
     baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""
     yield f"run more {phase} steps{baseline}" if verdict == "too few samples" else None
-    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" and not doubtful else None
+    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" else None
     events = [event for event in details.events if event.get("verdict") == "not compared" and event.get("fix")]
     compared = f"{phase} has a graph that was not compared with eager"
     yield f"{compared} ({events[0]['reason']}): {events[0]['fix']}" if events else None
@@ -176,41 +166,30 @@ def _healing(phase: Phase, report: PhaseReport) -> str:
     """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
     breaks = report.diagnostics.events_of("graph_break")
     settings, count = healing_settings(str(event.get("reason", "")) for event in breaks)
-    if not count:
+    removes = f"may remove {count} of {_count(report.graph_breaks, 'graph break')}"
+    guesses = "lets torch guess that a size that it does not know is not 1"
+    return f"; {phase}_mode={{'dynamo': {settings}}} {removes}, and {guesses}" if count else ""
+
+
+def _noise(report: PhaseReport) -> str:
+    """Return how much step times vary if that may decide the verdict, or an empty string."""
+    if report.verdict not in ("faster", "compile time not repaid", "slower", "no difference"):
         return ""
-    mode = (
-        f"{phase}_mode={{'dynamo': {settings}}}" if report.mode == "default" else f"dynamo={settings} in {phase}_mode"
-    )
-    removes = f"{mode} may remove {count} of {_count(report.graph_breaks, 'graph break')}"
-    return f"; {removes}, and lets torch guess that a size that it does not know is not 1"
-
-
-def _variation(report: PhaseReport) -> float:
-    """Return the ± of the step time that varies more, eager or compiled, as a share of its median."""
-    details = report.diagnostics
-    sides = (report.eager_step_ms, details.eager_spread_ms), (report.compiled_step_ms, details.compiled_spread_ms)
-    return max((spread / 2 / median for median, spread in sides if median and spread), default=0.0)
-
-
-def _is_noisy(report: PhaseReport) -> bool:
-    return _variation(report) > MAX_STEP_TIME_VARIATION
-
-
-def _is_unclear(report: PhaseReport) -> bool:
-    """Return whether noise hides the difference between two medians that are not close."""
-    medians = report.eager_step_ms or 0, report.compiled_step_ms or 0
-    return report.verdict == "no difference" and max(medians) > _CLEAR_DIFFERENCE * min(medians)
+    medians, details = (report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0), report.diagnostics
+    sides = zip(medians, (details.eager_spread_ms, details.compiled_spread_ms), strict=True)
+    variation = max((spread / 2 / median for median, spread in sides if median and spread), default=0.0)
+    if variation > MAX_STEP_TIME_VARIATION:
+        return f"by ±{variation:.0%}"
+    return "too much" * (report.verdict == "no difference" and max(medians) > _CLEAR_DIFFERENCE * min(medians))
 
 
 def _why_slower(report: PhaseReport) -> str:
     """Return what may have made the steps slower. The figures do not show that it did."""
     if skipped := _event(report, "cudagraph_skip"):
         return _reason(skipped)
-    if failed := _eager_part(report):
-        return f"possible cause: a part runs eagerly, because {_reason(failed)}"
-    for kind, which in (("recompile", "last"), ("graph_break", "first")):
+    for kind in ("fallback", "eager_call", "recompile", "graph_break"):
         if event := _event(report, kind):
-            count = len(report.diagnostics.events_of(kind))
+            count, which = len(report.diagnostics.events_of(kind)), "first" if kind == "graph_break" else "last"
             reason = _reason(event) if count == 1 else f"the {which}: {_reason(event)}"
             return f"possible cause: {_count(count, kind.replace('_', ' '))} ({reason})"
     return "torch reports no cause"
@@ -218,11 +197,14 @@ def _why_slower(report: PhaseReport) -> str:
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
-    if failed := _eager_part(report):
-        how = "fell back to eager" if failed["kind"] == "fallback" else "runs eagerly"
-        return f"{failed['target']!r} {how}, because {_reason(failed)}", failed.get("code", "CC301")
-    if broken := _event(report, "graph_break"):
-        return f"{broken['target']!r} has a graph break, because {_reason(broken)}", "CC101"
+    for kind, what in (
+        ("fallback", "fell back to eager"),
+        ("eager_call", "runs eagerly"),
+        ("graph_break", "has a graph break"),
+    ):
+        if event := _event(report, kind):
+            code = "CC101" if kind == "graph_break" else event.get("code", "CC301")
+            return f"{event['target']!r} {what}, because {_reason(event)}", code
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
@@ -231,11 +213,6 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
         target = max(calls, key=calls.__getitem__)
         return f"none of the graphs of {target!r} fits {_count(calls[target], 'call')}", "CC103"
     return "most steps " + ("ran before the compiled code was loaded" if waited else "called no compiled graph"), ""
-
-
-def _eager_part(report: PhaseReport) -> Mapping[str, Any] | None:
-    """Return the last event after which a target, or a part of it, ran eagerly."""
-    return _event(report, "fallback") or _event(report, "eager_call")
 
 
 def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
@@ -266,7 +243,4 @@ def _duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
