@@ -33,7 +33,7 @@ COUNT = "{:d}"
 Group = Literal["speed", "compile", "correctness"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PhaseFacts:
     """The measurements of a phase, from which the figures are computed. With a `Tune`, of the chosen candidate."""
 
@@ -46,10 +46,9 @@ class PhaseFacts:
     trials: tuple[dict[str, Any], ...]
     waits: bool  # whether the helper process still compiles a graph
 
-    @property
-    def candidate(self) -> str | None:
-        """The chosen candidate of a `Tune`."""
-        return chosen_candidate(self.trials)
+    def __post_init__(self) -> None:
+        self.candidate = chosen_candidate(self.trials)
+        self.steps: Counter[Any] = self.timer.steps(self.candidate)
 
     def counts(self, key: CompileKey) -> bool:
         """Return whether the figures count what happened to a target with this key."""
@@ -59,11 +58,6 @@ class PhaseFacts:
     def times(self) -> StepTimes:
         """The step times of the workload with the most samples."""
         return self.timer.times(self.candidate)
-
-    @functools.cached_property
-    def steps(self) -> Counter[Any]:
-        """The number of steps by kind."""
-        return self.timer.steps(self.candidate)
 
     @functools.cached_property
     def savings(self) -> Savings | None:
@@ -104,9 +98,7 @@ def figure(*group_and_form: Any, **more: Any) -> Callable[[Callable[[Any], _T]],
 
 
 class Figures:
-    """Figures of a phase: attributes that a `figure` declares. With ``facts``, each is computed when it is read."""
-
-    facts: PhaseFacts
+    """Attributes that a `figure` declares. With ``facts``, such as `PhaseFacts`, each is computed when it is read."""
 
     def __init__(self, **values: Any) -> None:
         for name in values.keys() - {"facts", *self.declared()}:
@@ -154,9 +146,10 @@ class Figures:
 
     def scalars(self, phase: Phase) -> dict[str, float]:
         """Return the figures by the names of the logged scalars."""
-        scalars = {f.scalar.replace("PHASE", phase): name for name, f in self.declared().items() if f.scalar}
-        values = {scalar: getattr(self, name) for scalar, name in scalars.items()}
-        return {scalar: float(x) for scalar, x in values.items() if x is not None and math.isfinite(x)}
+        scalars = {
+            f.scalar.replace("PHASE", phase): getattr(self, name) for name, f in self.declared().items() if f.scalar
+        }
+        return {name: float(x) for name, x in scalars.items() if x is not None and math.isfinite(x)}
 
 
 def cell(value: object, form: str) -> str:

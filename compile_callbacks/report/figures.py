@@ -7,29 +7,35 @@ The docstrings of the functions are Markdown, because docs/reference/report.md s
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from compile_callbacks._utils.phases import EAGER, WAITING, Phase
 from compile_callbacks.profiling.comparison import median_ms, spread_ms
 from compile_callbacks.profiling.events import Result, Verdict
-from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, cell, chosen_candidate, figure
-
-_MAX_NAMES = 4
+from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, PhaseFacts, cell, chosen_candidate, figure
 
 
-def _pair(left: float | None, right: float | None) -> str:
-    return f"{left or 0} / {right or 0}" if left or right else NOTHING
+def _peak(name: str) -> Callable[[Any], str]:
+    return lambda d: cell(getattr(d, f"{name}_mib") or getattr(d, f"{name}_at_most_mib"), "{:.0f}")
 
 
-def _with_spread(median: float | None, spread: float | None) -> str:
-    return cell(median, "{:.2f}") + ("" if spread is None else f" ± {spread / 2:.2f}")
+def _pair(left: str, right: str) -> Callable[[Any], str]:
+    def form(report: PhaseReport) -> str:
+        both = operator.attrgetter(left, right)(report)
+        return "{} / {}".format(*(value or 0 for value in both)) if any(both) else NOTHING
+
+    return form
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more or NOTHING
+def _with_spread(kind: str) -> Callable[[Any], str]:
+    def form(report: PhaseReport) -> str:
+        spread = getattr(report.diagnostics, f"{kind}_spread_ms")
+        return cell(getattr(report, f"{kind}_step_ms"), "{:.2f}") + ("" if spread is None else f" ± {spread / 2:.2f}")
+
+    return form
 
 
 def _passes(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -45,6 +51,8 @@ def _passes(runs: Sequence[Mapping[str, Any]]) -> str:
 
 class PhaseDiagnostics(Figures):
     """The details of a `PhaseReport`. A figure that was not measured is ``None``."""
+
+    facts: PhaseFacts
 
     @figure(default=0)
     def cache_misses(self) -> int:
@@ -78,7 +86,7 @@ class PhaseDiagnostics(Figures):
         comparison = self.facts.times.comparison
         return (comparison.low, comparison.high) if comparison else ()
 
-    @figure("speed", lambda d: cell(d.eager_peak_memory_mib or d.eager_peak_memory_at_most_mib, "{:.0f}"))
+    @figure("speed", _peak("eager_peak_memory"))
     def eager_peak_memory_mib(self) -> float | None:
         """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
         peak of the process, the row shows the peak of the process."""
@@ -89,12 +97,7 @@ class PhaseDiagnostics(Figures):
         """An upper bound of this peak if eager steps did not raise the peak of the process."""
         return self.facts.memory.peak_mib(EAGER, raised=False)
 
-    @figure(
-        "speed",
-        lambda d: cell(d.peak_memory_mib or d.peak_memory_at_most_mib, "{:.0f}"),
-        row="compiled peak memory MiB",
-        scalar="step/PHASE/peak_memory_mib",
-    )
+    @figure("speed", _peak("peak_memory"), row="compiled peak memory MiB", scalar="step/PHASE/peak_memory_mib")
     def peak_memory_mib(self) -> float | None:
         """Peak GPU memory of a compiled step, in MiB."""
         return self.facts.memory.peak_mib(self.facts.candidate)
@@ -119,19 +122,16 @@ class PhaseDiagnostics(Figures):
     def waiting_step_ms(self) -> float | None:
         """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains
         the difference from `eager_step_ms`."""
-        of_workloads = self.facts.timer.windows(WAITING, "eager").items()
-        ours = [windows for workload, windows in of_workloads if workload == self.facts.times.workload]
-        return median_ms([ms for windows in ours for window in windows for ms in window])
+        windows = self.facts.timer.windows(WAITING, "eager")
+        ours = windows.get(self.facts.times.workload, ()) if self.facts.times.workload else ()
+        return median_ms([ms for window in ours for ms in window])
 
     @figure("speed", lambda d: cell(round(d.saved_for_backward_mib or 0, 1) or None, "{:.1f}"))
     def saved_for_backward_mib(self) -> float | None:
         """Memory of the activations that graphs save for their backward pass, in MiB. Each target counts with the graph
         that saves the most. Graphs from torch's cache do not count."""
-        saved: dict[str, float] = {}
-        for event in self.events_of("compile"):
-            if "saved_mib" in event:
-                saved[event["target"]] = max(saved.get(event["target"], 0.0), event["saved_mib"])
-        return sum(saved.values()) if saved else None
+        known = sorted((event["saved_mib"], event["target"]) for event in self.events_of() if "saved_mib" in event)
+        return sum({target: mib for mib, target in known}.values()) if known else None
 
     @figure("correctness", "{:.1e}")
     def max_abs_error(self) -> float | None:
@@ -186,11 +186,6 @@ class PhaseDiagnostics(Figures):
         return self.facts.timer.series()
 
     @figure(default=())
-    def restored(self) -> tuple[str, ...]:
-        """Always empty, because a run measures all of its figures itself."""
-        return ()
-
-    @figure(default=())
     def events(self) -> tuple[dict[str, Any], ...]:
         """The events of the phase in order, such as each graph break and each recompile with its reason. See
         `CompileEvent`."""
@@ -213,13 +208,15 @@ class PhaseReport(Figures):
     A *sample* is the time of one step. docs/reference/report.md describes the fields.
     """
 
+    facts: PhaseFacts
+
     @figure("compile", default=EAGER)
     def mode(self) -> str:
         """The settings in one line, or `eager` if the phase is not compiled. With a `Tune`, the chosen candidate. The
         other figures are about that candidate, unless their description says otherwise."""
         return self.facts.candidate or (self.facts.settings.describe() if self.facts.settings else EAGER)
 
-    @figure("compile", lambda report: _listed(report.targets), default=())
+    @figure("compile", lambda report: ", ".join(report.targets) or NOTHING, default=())
     def targets(self) -> tuple[str, ...]:
         """Names of the compiled targets. Repeated blocks also have the number of blocks and of shared graphs."""
         graphs: Counter[str] = Counter()
@@ -277,7 +274,7 @@ class PhaseReport(Figures):
 
     @figure(
         "compile",
-        lambda report: _pair(report.cache_hits, report.diagnostics.cache_misses),
+        _pair("cache_hits", "diagnostics.cache_misses"),
         row="cache hits / misses",
         scalar="compile/PHASE/cache_hits",
         default=0,
@@ -300,30 +297,20 @@ class PhaseReport(Figures):
         results = [f"{result} {count}" + (f" ({why_not})" if why_not else "") for (result, why_not), count in ordered]
         return ", ".join(results + [f"{tensors - noisy} of {tensors} tensors"] * (noisy > 0)) or None
 
-    @figure(
-        "speed",
-        lambda report: _with_spread(report.eager_step_ms, report.diagnostics.eager_spread_ms),
-        scalar="step/PHASE/eager_ms",
-    )
+    @figure("speed", _with_spread("eager"), scalar="step/PHASE/eager_ms")
     def eager_step_ms(self) -> float | None:
         """Median time of the eager baseline steps, in milliseconds. The row also shows ± half of the interquartile
         range: the middle half of the samples lies in a range of twice this width. ± is the spread of single steps, not
         the error of the median, and needs four samples."""
         return median_ms(self.facts.times.eager_ms)
 
-    @figure(
-        "speed",
-        lambda report: _with_spread(report.compiled_step_ms, report.diagnostics.compiled_spread_ms),
-        scalar="step/PHASE/compiled_ms",
-    )
+    @figure("speed", _with_spread("compiled"), scalar="step/PHASE/compiled_ms")
     def compiled_step_ms(self) -> float | None:
         """Median time of the compiled steps of the same workload, in milliseconds, and ± as above."""
         return median_ms(self.facts.times.compiled_ms)
 
     @figure(
-        "speed",
-        lambda report: _pair(report.diagnostics.eager_samples, report.diagnostics.compiled_samples),
-        row="samples, eager / compiled",
+        "speed", _pair("diagnostics.eager_samples", "diagnostics.compiled_samples"), row="samples, eager / compiled"
     )
     def samples(self) -> int | None:
         """The number of eager samples or of compiled samples, whichever is smaller. Without a baseline, the number of

@@ -7,31 +7,19 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.profiling.events import EVENT_KINDS
-from compile_callbacks.report.declaration import NOTHING, Group, cell
+from compile_callbacks.report.declaration import NOTHING, Group
 from compile_callbacks.report.figures import PhaseReport
 from compile_callbacks.report.sentences import next_step, notes, verdict_lines
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _UNLIMITED = 10_000  # characters in a line
 _PLAIN_TEXT_WIDTH = 120
 _CELL_WIDTH = 60
 _RESULTS = {"differs": "Differs from eager", "equal": "Partly compared", "not compared": "Not compared with eager"}
-_TRIAL_FORMS = {"median_ms": "{:.2f}", "p95_ms": "{:.2f}", "samples": "{}", "compile_seconds": "{:.1f}"}
 _ZEROS = ("graph_breaks", "recompiles", "fallbacks")  # the counts that one line names if they are zero
-
-
-class Section(NamedTuple):
-    """A table with details of a report."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 # ------------------------------------------------------------------------------------------ the tables of a report
@@ -55,25 +43,19 @@ def _trial(trial: Mapping[str, Any]) -> str:
     return ("" if trial["median_ms"] is None else f"{trial['median_ms']:.2f} ms, ") + str(trial["verdict"])
 
 
-def _below(phases: Mapping[Phase, PhaseReport]) -> list[str]:
-    """Return the lines below the main table, first ``no graph breaks, recompiles or fallbacks``."""
-    shown = _shown(phases).values()
-    zeros = [name.replace("_", " ") for name in _ZEROS if not any(getattr(report, name) for report in shown)]
-    if not zeros or all(report.compile_seconds is None for report in shown):
-        return notes(phases)
-    return [f"no {' or '.join(', '.join(zeros).rsplit(', ', 1))}", *notes(phases)]
+class Section(NamedTuple):
+    """A table with details of a report."""
 
-
-def _shown(phases: Mapping[Phase, PhaseReport]) -> Mapping[Phase, PhaseReport]:
-    """Return the phases that have figures, or both phases if neither has."""
-    return {p: r for p, r in phases.items() if r.mode != EAGER or r.diagnostics.trials} or phases
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
 
 
 def sections(phases: Mapping[Phase, PhaseReport]) -> list[Section]:
-    """Return tables of the reasons for the counts, of graph passes and of candidates. Omit empty tables."""
+    """Return tables of the reasons for the counts, and of graph passes. Omit empty tables."""
     titles = {kind: info.title for kind, info in EVENT_KINDS.items()} | _RESULTS
     reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in titles}
-    passes, trials = [], []
+    passes = []
     for phase, report in phases.items():
         for event in report.diagnostics.events:
             kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
@@ -82,17 +64,13 @@ def sections(phases: Mapping[Phase, PhaseReport]) -> list[Section]:
                 reason = "; ".join(filter(None, (event["reason"], event.get("fix"))))
                 reasons[kind][phase, event["target"], where, reason] += 1
         passes += [(phase, *_pass_row(run)) for run in report.diagnostics.passes]
-        for trial in report.diagnostics.trials:
-            figures = [cell(trial[name], form) for name, form in _TRIAL_FORMS.items()]
-            trials.append((phase, trial["candidate"], *figures, trial["verdict"], trial["reason"] or NOTHING))
     columns = ("phase", "target", "times", "where", "reason")
     tables = [
         Section(titles[kind], columns, [(*row[:2], str(times), *row[2:]) for row, times in counts.items()])
         for kind, counts in reasons.items()
     ]
     tables.append(Section("Graph passes", ("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), passes))
-    head = ("phase", "candidate", "median ms", "95% ms", "samples", "compile s", "verdict", "reason")
-    return [table for table in (*tables, Section("Candidates", head, trials)) if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def _pass_row(run: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,43 +84,31 @@ def _pass_row(run: Mapping[str, Any]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------ plain text
 
 
-def make_table(
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    title: str = "",
-    *,
-    numbers: bool = True,
-    width: int = _CELL_WIDTH,
-) -> Table:
-    """Make a rich table. With ``numbers``, all columns but the first are right-aligned."""
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, title: str | None = None, numbers: bool = False
+) -> str:
+    """Render a table as plain text without trailing spaces. With ``numbers``, all columns but the first are aligned."""
     from rich.box import Box  # imported here, because a process that prints no table does not need rich
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    line = "    \n"
+    line, file = "    \n", io.StringIO()
     rule_below_the_head = Box(line * 2 + " -- \n" + line * 5, ascii=True)
-    heading = Text(title) if title else None
-    table = Table(title=heading, title_justify="left", box=rule_below_the_head, show_edge=False, pad_edge=False)
+    table = Table(title=title and Text(title), title_justify="left", box=rule_below_the_head, show_edge=False)
+    table.pad_edge = False
     for index, name in enumerate(head):
         justify: Any = "right" if numbers and index > 0 else "left"
-        table.add_column(Text(name), justify=justify, max_width=width if numbers else None, overflow="fold")
+        table.add_column(Text(name), justify=justify, max_width=_CELL_WIDTH if numbers else None, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    return table
-
-
-def to_text(table: Table, width: int = _UNLIMITED) -> str:
-    """Render a table as plain text, without colors and trailing spaces."""
-    from rich.console import Console
-
-    file = io.StringIO()
     Console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def print_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts, and wrap them at the width of the terminal."""
-    sys.stdout.write(to_text(make_table(head, rows, numbers=False), _width(_PLAIN_TEXT_WIDTH)) + "\n")
+    sys.stdout.write(_table(head, rows, _width(_PLAIN_TEXT_WIDTH)) + "\n")
 
 
 def _width(plain_width: int) -> int:
@@ -151,15 +117,18 @@ def _width(plain_width: int) -> int:
 
 def to_plain_text(phases: Mapping[Phase, PhaseReport], width: int = _UNLIMITED) -> str:
     """Render a report as plain text: the verdicts, the table, and the lines below the table."""
-    todo, shown = next_step(phases), _shown(phases)
-    table = to_text(make_table(("", *shown), _main_table(shown)), width)
-    return "\n".join([*verdict_lines(phases), "", table, *_below(phases), *([f"next: {todo}"] if todo else [])])
+    shown = {p: r for p, r in phases.items() if r.mode != EAGER or r.diagnostics.trials} or phases
+    lines = [*verdict_lines(phases), "", _table(("", *shown), _main_table(shown), width, numbers=True)]
+    zeros = [name.replace("_", " ") for name in _ZEROS if not any(getattr(report, name) for report in shown.values())]
+    if zeros and any(report.compile_seconds is not None for report in shown.values()):
+        lines.append(f"no {' or '.join(', '.join(zeros).rsplit(', ', 1))}")
+    lines += notes(phases)
+    return "\n".join([*lines, f"next: {todo}"] if (todo := next_step(phases)) else lines)
 
 
 def details_to_text(phases: Mapping[Phase, PhaseReport], width: int = _PLAIN_TEXT_WIDTH) -> str:
     """Render the tables with the details of a report as plain text."""
-    tables = (make_table(section.head, section.rows, section.title, numbers=False) for section in sections(phases))
-    return "\n\n".join(to_text(table, width) for table in tables)
+    return "\n\n".join(_table(table.head, table.rows, width, title=table.title) for table in sections(phases))
 
 
 def print_report(phases: Mapping[Phase, PhaseReport], *, details: bool = False) -> None:

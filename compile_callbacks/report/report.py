@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from compile_callbacks._utils.files import write_json
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
-from compile_callbacks.report.declaration import PhaseFacts
+from compile_callbacks.report.declaration import Figures, PhaseFacts, figure
 from compile_callbacks.report.figures import PhaseReport
 from compile_callbacks.report.file import make_record
 from compile_callbacks.report.render import to_plain_text
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompileReport:
+class CompileReport(Figures):
     """The report of a run.
 
     Attributes:
@@ -29,18 +27,17 @@ class CompileReport:
         infer: The infer phase.
     """
 
-    train: PhaseReport = field(default_factory=PhaseReport)
-    infer: PhaseReport = field(default_factory=PhaseReport)
+    facts: Mapping[Phase, PhaseFacts]
 
-    @classmethod
-    def from_dict(cls, data: object) -> Self:
-        """Create a report from `to_dict` data. A figure that is missing gets its default."""
-        phases = data if isinstance(data, Mapping) else {}
-        return cls(**{phase: PhaseReport.from_dict(phases.get(phase)) for phase in PHASES})
+    @figure(default=PhaseReport())
+    def train(self) -> PhaseReport:
+        """The train phase."""
+        return PhaseReport(facts=self.facts["train"])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data. An infinite number becomes ``"never"``."""
-        return {phase: report.to_dict() for phase, report in self.phases.items()}
+    @figure(default=PhaseReport())
+    def infer(self) -> PhaseReport:
+        """The infer phase."""
+        return PhaseReport(facts=self.facts["infer"])
 
     def phase(self, phase: Phase) -> PhaseReport:
         """Return the report of a phase by its name."""
@@ -51,7 +48,7 @@ class CompileReport:
         """The reports of both phases by name."""
         return {"train": self.train, "infer": self.infer}
 
-    def scalars(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:  # type: ignore[override]  # a phase has its own scalars
         """Return the figures of both phases by the names of the logged scalars."""
         return self.train.scalars("train") | self.infer.scalars("infer")
 
@@ -89,12 +86,7 @@ class CompileReport:
         return to_plain_text(self.phases)
 
 
-def measured_report(*phases: PhaseFacts) -> CompileReport:
-    """Return the report of measurements. Each figure is computed when it is read, and then fixed."""
-    return CompileReport(**{facts.phase: PhaseReport(facts=facts) for facts in phases})
-
-
 def uncompiled_report(configs: Mapping[Phase, PhaseConfig]) -> CompileReport:
     """Return the report of a run that has not started."""
-    train, infer = (PhaseReport(mode=config.describe() if (config := configs[p]) else EAGER) for p in PHASES)
-    return CompileReport(train=train, infer=infer)
+    modes = {phase: config.describe() if (config := configs[phase]) else EAGER for phase in PHASES}
+    return CompileReport(**{phase: PhaseReport(mode=mode) for phase, mode in modes.items()})

@@ -30,7 +30,7 @@ from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import Step, StepKind
 from compile_callbacks.report.declaration import PhaseFacts
-from compile_callbacks.report.report import CompileReport, measured_report
+from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session import findings
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
@@ -326,8 +326,8 @@ class Session:
         self._recorder.collect()
         for run in self._phases.values() if details else ():
             run.times.synchronize()
-        facts = [
-            PhaseFacts(
+        facts = {
+            phase: PhaseFacts(
                 phase=phase,
                 settings=run.settings,
                 target_labels={target.name: target.label for target in self._reported_targets(phase)},
@@ -338,8 +338,8 @@ class Session:
                 trials=tuple(trial.to_dict() for trial in run.policy.reported),
             )
             for phase, run in self._phases.items()
-        ]
-        report = measured_report(*facts)
+        }
+        report = CompileReport(facts=facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
 
     # ------------------------------------------------------------------------------------------ parts of the above
