@@ -18,7 +18,7 @@ _COMMANDS = {
     "explain": "explain a warning or an error by its code",
 }
 """The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the
-exit status."""
+exit status, or raises a `ValueError` for status 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
         sys.stdout.flush()
+    except ValueError as error:
+        sys.stderr.write(f"compile-callbacks {arguments[0]}: {error}\n")
+        return 2
     except BrokenPipeError:  # `head` or a pager has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it exits
         return 0

@@ -29,20 +29,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.write:
             contract, left_out = make_contract(read_record(path))
-            try:
-                args.against.write_text(json.dumps(contract, indent=2) + "\n")
-            except OSError as error:
-                raise ContractError(f"{args.against} cannot be written: {error}") from error
+            args.against.write_text(json.dumps(contract, indent=2) + "\n")
             sys.stderr.writelines(f"compile-callbacks check: left out {line}\n" for line in left_out)
             return 0
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))
         breaches, missing = compare(record, contract)
         torch = record["environment"].get("torch")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        damaged = f"{path}: the record is damaged: {type(error).__name__}: {error}"
-        sys.stderr.write(f"compile-callbacks check: {error if isinstance(error, ContractError) else damaged}\n")
-        return 2
+    except OSError as error:
+        raise ContractError(f"{args.against} cannot be written: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ContractError(f"{path}: the record is damaged: {type(error).__name__}: {error}") from error
     notes = []
     if contract.get("torch", torch) != torch:
         notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")

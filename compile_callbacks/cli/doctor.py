@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -83,36 +82,21 @@ def check_gpu() -> Check:
     if torch.cuda.is_available():
         names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
         return Check("ok", ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()))
-    present = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # nvidia-smi is not installed, or finds no GPU
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        present = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    if not present:
+    if shutil.which("nvidia-smi") is None:
         return Check("ok", "none: modules run on the CPU")
-    result = f"{', '.join(present.splitlines())}, which torch {torch.__version__} cannot use"
     fix = f"a driver for CUDA {torch.version.cuda}, or another torch: https://pytorch.org/get-started/locally"
-    return Check("warning", result, "modules run on the CPU", fix)
+    return Check("warning", f"torch {torch.__version__} cannot use the GPUs", "modules run on the CPU", fix)
 
 
 def check_cpp_compiler() -> Check:
-    """Check that Inductor's C++ compiler runs, and links the same C++ library as torch."""
+    """Check that Inductor's C++ compiler runs."""
     try:
         compiler = shlex.split(_torch.inductor.cpp_compiler())
     except (RuntimeError, OSError, ValueError):
         impact = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
         return Check("failed", f"none: {os.environ.get('CXX', 'g++')!r} does not run", impact, _CPP_COMPILER)
-
-    def output(option: str) -> str:
-        return subprocess.run([*compiler, option], capture_output=True, text=True, check=False).stdout
-
-    result = output("--version").partition("\n")[0] or shlex.join(compiler)
-    # The compiler prints the bare name of a library that it does not find.
-    if os.sep not in output("-print-file-name=libstdc++.a") or os.sep in output("-print-file-name=libstdc++.so"):
-        return Check("ok", result)
-    impact = "it links a second C++ library next to torch's: AOTInductor's packages for a GPU crash with SIGSEGV"
-    # Setting LIBRARY_PATH is not a fix: in a test, the compiler still linked its static library.
-    fix = "apt-get install g++, then export CXX=/usr/bin/g++, or another compiler that has libstdc++.so"
-    return Check("warning", f"{result}; there is no libstdc++.so for it", impact, fix)
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return Check("ok", version.partition("\n")[0] or shlex.join(compiler))
 
 
 def check_cache_folder() -> Check:

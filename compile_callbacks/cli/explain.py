@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the entry of a code, or the list of all codes. Return status 2 if the code does not exist."""
+    """Print the entry of a code, or the list of all codes."""
     entries, code = read_entries(), (args.code or "").upper()
     if not code:
         sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())
@@ -48,6 +48,5 @@ def run(args: argparse.Namespace) -> int:
     else:
         near = ", ".join(difflib.get_close_matches(code, entries))
         hint = f"codes near it: {near}" if near else "`compile-callbacks explain` lists all codes"
-        sys.stderr.write(f"compile-callbacks explain: there is no code {args.code!r}; {hint}\n")
-        return 2
+        raise ValueError(f"there is no code {args.code!r}; {hint}")
     return 0

@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     errors: list[str] = []
     calls = [call for path in args.path for call in _read_calls(path, errors)]
     if args.json:
-        data = [{"file": str(file), **record} for file, record, _ in calls]
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        sys.stdout.write(json.dumps([{"file": str(file), **record} for file, record, _ in calls], indent=2) + "\n")
     else:
         for call in calls:
             _print_call(*call)
@@ -46,22 +45,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_calls(path: Path, errors: list[str]) -> Iterator[tuple[Path, dict[str, Any], CompileReport]]:
     """Yield file, record and report of each trainer call. Add a line to ``errors`` for each damaged file or record."""
-    if not path.exists():
-        errors.append(f"{path} does not exist")
-        return
     files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
     if not files:
-        errors.append(
-            f"{path} contains no {FILE_NAME}; a run with InductorCompile and a logger writes one when it ends"
-        )
+        errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile and a logger writes one at its end")
     for file in files:
         try:
             records = read_records(file)
         except (OSError, ValueError) as error:
-            errors.append(f"{file} is damaged: {error}")
+            errors.append(f"{file} cannot be read: {error}")
             continue
-        if not records:
-            errors.append(f"{file} contains no record")
         for number, record in enumerate(records, 1):
             try:
                 if record["version"] != VERSION or not isinstance(record["report"], dict):

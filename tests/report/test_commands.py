@@ -67,8 +67,7 @@ def test_report_leaves_out_damaged_records_and_files(tmp_path, command):
     file = write(tmp_path / "a", [*DAMAGED, RECORD])
     damaged = [f"{file}, record {number} is damaged: " for number, _ in enumerate(DAMAGED, 1)]
     for number, content in enumerate(["", "[" * 100_000, "{}"]):
-        damaged += [f"{write(tmp_path / f'b{number}', content)} is damaged: "]
-    damaged += [f"{write(tmp_path / 'b9', [])} contains no record"]
+        damaged += [f"{write(tmp_path / f'b{number}', content)} cannot be read: "]
     write(tmp_path / "c", [RECORD])
     for option in ([], ["--json"]):
         printed = command("report", *option, tmp_path, status=2)
@@ -93,7 +92,7 @@ def test_a_wrong_argument_is_refused_in_one_line(command, tmp_path):
         *[(("modes", "--device", name), f"--device={name!r}") for name in ("gpu", "cuda:99", "cpu:x")],
         (("explain", "CC1044"), "codes near it: CC104"),
         (("explain", "slow"), "lists all codes"),
-        (("report", tmp_path / "nowhere"), f"compile-callbacks report: {tmp_path}/nowhere does not exist"),
+        (("report", tmp_path / "nowhere"), f"compile-callbacks report: {tmp_path}/nowhere cannot be read: "),
         (("report", tmp_path), f"{tmp_path} contains no {FILE}"),
     ):
         [line] = command(*arguments, status=2).err.splitlines()
@@ -191,11 +190,6 @@ def test_doctor_names_a_missing_compiler_and_the_fix(monkeypatch, doctor):
     assert [found[name]["status"] for name in ("compile on CPU", "torch")] == ["failed", "ok"]
 
 
-LACKS_LIBRARY = """#!/bin/sh
-case "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; *) exec {} "$@";; esac
-"""
-
-
 @pytest.mark.parametrize(
     ("cause", "fix"),
     [
@@ -206,25 +200,16 @@ case "$*" in *-print-file-name=libstdc++.so*) echo libstdc++.so;; *) exec {} "$@
         ("something else", r"TORCH_LOGS='\+inductor'"),
     ],
 )
-def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, tmp_path, doctor, cause, fix):
-    """The GCC finds only the archive of torch's C++ library, libstdc++."""
-
+def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, doctor, cause, fix):
     def fails(x):
         raise RuntimeError(cause)
 
-    compiler = tmp_path / "g++"
-    compiler.write_text(LACKS_LIBRARY.format(shutil.which("g++")))
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
-        found = doctor(1)
+    found = doctor(1)
     failed = found["compile on CPU"]
     assert (failed["status"], failed["result"]) == ("failed", f"RuntimeError: {cause}")
     assert re.search(fix, failed["fix"])
-    lacks = {"status": "warning", "result": "there is no libstdc++.so for it", "impact": "packages for a GPU crash"}
-    for figure, text in {**lacks, "fix": "export CXX=/usr/bin/g++"}.items():
-        assert text in found["C++ compiler"][figure]
+    assert found["C++ compiler"]["status"] == "ok"
 
 
 def test_doctor_survives_a_check_that_raises(monkeypatch, command):
