@@ -1,7 +1,8 @@
-"""Make nine runs on a CPU, one for each kind of outcome, and write their reports into docs/reference/report_gallery.md.
+"""Make runs on a CPU, one for each kind of outcome, and write lines of four reports into docs/reference/report.md.
 
-    python docs/report_gallery.py                    # all runs, about five minutes on an idle machine
+    python docs/report_gallery.py                    # the four runs of the page, a few minutes on an idle machine
     python docs/report_gallery.py --only "slower"    # print the report of one run
+    python docs/report_gallery.py --readme FILE      # show the run of a compile_report.json in the README
 
 Each run starts in a new process with an empty compiler cache. If its verdict is not the expected one or asks to measure
 again, because other programs use the machine, the run is repeated, at most twice.
@@ -11,15 +12,17 @@ tests/lightning/test_report_gallery.py makes the same runs with fixed step times
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -27,9 +30,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile
+from compile_callbacks.report.declaration import Group
+from compile_callbacks.report.file import read_records
 from compile_callbacks.report.sentences import describe_verdict
 
-PAGE = Path(__file__).parent / "reference" / "report_gallery.md"
+PAGE = Path(__file__).parent / "reference" / "report.md"
+README = Path(__file__).parents[1] / "README.md"
+README_RUN = Path(__file__).parent / "readme_report.json"
+README_ROWS = ("eager step ms", "compiled step ms", "break-even steps", "compared with eager")
 WIDTH = 1024
 
 
@@ -147,12 +155,37 @@ EXAMPLES = (
     Example("The target is never called", "not compiled", Pointwise, 40, {"targets": ["head"]}),
 )
 
-_HEAD = """\
-# Nine runs and their reports
+SHOWN = {  # on the page, by title: a sentence, and the rows of the table that differ
+    "Faster": ("Compiled steps saved the compile time:", ()),
+    "Compile time not repaid": ("The same model in a run of 40 steps:", ()),
+    "A graph break": ("A `print` in the forward breaks the graph:", ("graphs", "graph breaks")),
+    "A fallback: there is no C++ compiler": ("The machine has no C++ compiler:", ("fallbacks",)),
+}
 
-`docs/report_gallery.py` made these runs with one CPU thread and an empty compiler cache. Each run shows one outcome. A
-run that had another outcome or step times that varied too much, because other programs used the machine, was repeated.
-"""
+
+def shortened(report: str, rows: Collection[str]) -> str:
+    """Return the verdict, some rows and the advice of a printed report."""
+    lines = report.strip().splitlines()
+    return "\n".join(
+        line
+        for line in lines
+        if line.startswith(("train   ", "next: ")) or re.split(r"\s{2,}", line.strip())[0] in rows
+    )
+
+
+def readme_report() -> str:
+    """Return the printed report of the README's run. An ellipsis stands for the rows that are left out."""
+    (record,) = read_records(README_RUN)
+    head, _, table = str(CompileReport.from_dict(record["report"])).partition("---\n")
+    lines = ["torch.compile report", *f"{head}---".splitlines()]
+    for line in table.splitlines():
+        if not line.startswith("  "):
+            lines += [] if line in get_args(Group) else [line]
+        elif re.split(r"\s{2,}", line.strip())[0] in README_ROWS:
+            lines.append(line)
+        elif lines[-1] != "  …":
+            lines.append("  …")
+    return "\n".join(lines)
 
 
 def run_alone(example: Example) -> str:
@@ -168,13 +201,24 @@ def run_alone(example: Example) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one example and print its report, or run all and write the page."""
+    """Run one example and print its report, or run those of the page and write it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=[example.title for example in EXAMPLES], help="print the report of one run")
+    parser.add_argument("--readme", type=Path, help="the compile_report.json of a run, for the README")
     args = parser.parse_args(argv)
+    if args.readme is not None:
+        README_RUN.write_text(json.dumps(read_records(args.readme)[-1:]) + "\n")
+        pattern = r"(?<=```text\n)torch.compile report.*?(?=\n```)"
+        README.write_text(re.sub(pattern, lambda _: readme_report(), README.read_text(), count=1, flags=re.DOTALL))
+        return
     if args.only is None:
-        texts = [f"## {example.title}\n\n```text\n{run_alone(example).strip()}\n```\n" for example in EXAMPLES]
-        PAGE.write_text("\n".join([_HEAD, *texts]))
+        texts = []
+        for example in EXAMPLES:
+            if example.title in SHOWN:
+                sentence, rows = SHOWN[example.title]
+                texts.append(f"{sentence}\n\n```text\n{shortened(run_alone(example), rows)}\n```\n\n")
+        pattern = r"(?<=<!-- runs -->\n\n).*?(?=<!-- end of runs -->)"
+        PAGE.write_text(re.sub(pattern, lambda _: "".join(texts), PAGE.read_text(), flags=re.DOTALL))
         return
     example = next(example for example in EXAMPLES if example.title == args.only)
     with warnings.catch_warnings():

@@ -18,6 +18,12 @@ ROOT = Path(__file__).parents[1]
 EXPLANATIONS = ROOT / "compile_callbacks" / "cli" / "explanations"
 WIDTHS = {"76.25em": "68.75em", "76.234375em": "68.734375em"}
 """The smallest width of a window with a sidebar, and the largest without: the theme's, and ours (1100 px)."""
+FRONT_PAGE_HEAD = "---\nhide: [navigation, toc]\n---\n\n"
+BUTTONS = (
+    "[Get started](get_started/cpu.md){ .md-button .md-button--primary }\n"
+    "[On a GPU](get_started/gpu.md){ .md-button }\n"
+    "[From torch.compile](how_to/migrate.md){ .md-button }"
+)
 MESSAGES_HEAD = """\
 # Messages
 
@@ -32,7 +38,7 @@ A warning is a `CompileWarning`. To turn these warnings into errors, use
 def on_files(files: Any, config: Any) -> None:
     """Add the generated pages."""
     pages = {
-        "index.md": (ROOT / "README.md").read_text().partition("## Documentation")[0].replace("(docs/", "("),
+        "index.md": _front_page(),
         "reference/messages.md": _messages(),
         "get_started/notebook.md": _notebook(ROOT / "examples" / "quickstart.ipynb"),
         "project/changelog.md": (ROOT / "CHANGELOG.md").read_text(),
@@ -41,6 +47,13 @@ def on_files(files: Any, config: Any) -> None:
     }
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
+
+
+def _front_page() -> str:
+    """Return the README without its links, which the navigation has, and with buttons below the first sentence."""
+    readme = (ROOT / "README.md").read_text().partition("## Documentation")[0].replace("(docs/", "(")
+    title, sentence, rest = readme.split("\n\n", 2)
+    return "\n\n".join([FRONT_PAGE_HEAD + title, sentence, BUTTONS, rest])
 
 
 def _messages() -> str:
@@ -70,31 +83,34 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Add the tables of figures to the page about the report."""
+    """Add the tables of figures to the page about the report, and leave out what only a code host shows."""
+    markdown = re.sub(r"<!-- code host -->.*?<!-- end of code host -->", "", markdown, flags=re.DOTALL)
     return with_figures(markdown) if page.file.src_uri == "reference/report.md" else markdown
 
 
 def with_figures(markdown: str) -> str:
-    """Replace the comments that stand for tables of figures."""
+    """Put tables of figures between the comments that stand for them, in place of the text for a code host."""
     from compile_callbacks.report.figures import PhaseDiagnostics, PhaseReport
 
-    scalars = []
+    tables, scalars = {}, ["| scalar | field |", "| --- | --- |"]
     for cls in (PhaseReport, PhaseDiagnostics):
         rows = ["| field | row of the table | meaning |", "| --- | --- | --- |"]
         for name, figure in cls.declared().items():
             label = f"`{figure.row}`" if figure.group else ""
             rows.append(f"| `{name}` | {label} | {' '.join(figure.__doc__.split())} |")
             scalars += [f"| `{figure.scalar}` | `{name}` |"] if figure.scalar else []
-        markdown = markdown.replace(f"<!-- figures of {cls.__name__} -->", "\n".join(rows))
-    return markdown.replace("<!-- scalars -->", "\n".join(scalars))
+        tables[f"figures of {cls.__name__}"] = rows
+    for name, lines in (tables | {"scalars": scalars}).items():
+        before, _, rest = markdown.partition(f"<!-- {name} -->")
+        markdown = "\n".join([before, *lines, rest.partition(f"<!-- end of {name} -->")[2]])
+    return markdown
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make links of the names of pages in the reference, and one colon of the two before an example."""
+    """Make one colon of the two before an example of the reference."""
     if page.file.src_uri != "reference/api.md":
         return html
-    html = html.replace("<p>Example::</p>", "<p><strong>Example:</strong></p>")
-    return re.sub(r"docs/([\w/]+)\.md", r'<a href="../\1.html">docs/\1.md</a>', html)
+    return html.replace("<p>Example::</p>", "<p><strong>Example:</strong></p>")
 
 
 def on_post_build(config: Any) -> None:

@@ -52,11 +52,11 @@ class InductorCompile(Callback):
             report shows no speedup.
         background: Whether a helper process compiles while training continues. The steps run eagerly until the compiled
             code is loaded, so when it is used depends on the clock. A graph that cannot be sent to another process
-            compiles in this one. See docs/how_to/background.md.
-        on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the target
+            compiles in this one.
+        on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the graph
             eagerly; ``"raise"`` ends the run with a `CompileError`.
         verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
-            outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
+            outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the graph eagerly,
             and ``"raise"`` ends the run. ``"off"`` skips the comparison. Results that rounding cannot explain at all,
             such as values that are not finite, run eagerly also with ``"warn"``.
         cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run

@@ -42,7 +42,7 @@ class InductorConfig(Settings):
             ``torch._inductor.list_options()`` lists the names. Allowed only with ``mode="default"``, as in
             ``torch.compile``.
         freezing: Whether Inductor freezes weights into the code while they are constant, in ``trainer.validate``,
-            ``test`` and ``predict`` (docs/how_to/cuda_graphs.md). If ``None``, ``options`` and ``template`` decide.
+            ``test`` and ``predict``. If ``None``, ``options`` and ``template`` decide.
         fullgraph: Whether a graph break counts as a compiler failure.
         dynamic: ``True`` compiles for dynamic shapes from the start. ``False`` recompiles for each shape. ``None``
             compiles for dynamic shapes after the first change of a shape.
@@ -52,7 +52,7 @@ class InductorConfig(Settings):
             the memory, so a smaller budget may have a higher peak: measure the peak. If ``None``, torch's own setting,
             which is 1.0.
         dynamo: Settings of ``torch._dynamo.config`` that apply to the compiles of this config only, for example
-            ``{"capture_scalar_outputs": True}``. docs/how_to/recompiles_and_graph_breaks.md lists the names.
+            ``{"capture_scalar_outputs": True}``.
         passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
             pass classes, which run at ``"post_grad_post"``. In YAML, a mapping of ``class_path`` and ``init_args``.
 

@@ -1,6 +1,6 @@
 """The figures of a report. A decorated function declares, describes and computes each figure.
 
-The docstrings of the functions are Markdown, because docs/reference/report.md shows them.
+The docstrings of the functions are Markdown, because the page about the report shows them.
 """
 
 # ruff: noqa: D205, D209  (the docstring of a figure is one paragraph, a cell of a table)
@@ -205,7 +205,7 @@ class PhaseDiagnostics(Figures):
 class PhaseReport(Figures):
     """The cost and the gain of compiling one phase. A figure that was not measured is ``None``.
 
-    A *sample* is the time of one step. docs/reference/report.md describes the fields.
+    A *sample* is the time of one step. The page "Read the report" of the documentation describes the fields.
     """
 
     facts: PhaseFacts
@@ -321,8 +321,8 @@ class PhaseReport(Figures):
     @figure("speed", "{:.2f}x", scalar="step/PHASE/speedup")
     def speedup(self) -> float | None:
         """`eager_step_ms / compiled_step_ms`. `None` if there are fewer than five eager or five compiled samples, if
-        the [95% confidence interval](#confidence-interval) of the ratio contains 1 or is too wide to help, or if the
-        medians differ by more than 20 times."""
+        the [95% confidence interval](measuring.md#confidence-interval) of the ratio contains 1 or is too wide to help,
+        or if the medians differ by more than 20 times."""
         differ = self.verdict in ("faster", "slower", "compile time not repaid")
         medians = self.eager_step_ms, self.compiled_step_ms
         return medians[0] / medians[1] if differ and medians[0] and medians[1] else None
@@ -339,7 +339,8 @@ class PhaseReport(Figures):
     @figure("speed", "{:.0f}", row="break-even steps", scalar="step/PHASE/break_even_steps")
     def break_even_steps(self) -> float | None:
         """Number of compiled steps after which `net_seconds_saved` is positive. Infinite if compiled steps are slower,
-        and `None` without a speedup. [Not the quotient](#break-even-steps) of compile time and median saving."""
+        and `None` without a speedup. [Not the quotient](measuring.md#break-even-steps) of compile time and median
+        saving."""
         return self.facts.savings.break_even_steps if self.facts.savings and self.speedup else None
 
     @figure(default=PhaseDiagnostics())

@@ -23,7 +23,13 @@ class Tune(Settings):
 
     Each step trains or validates as usual, with any candidate. Eager is always a candidate. The callback chooses eager
     unless the median step time of another candidate is lower by more than measurement noise.
-    docs/how_to/choose_settings.md describes the procedure.
+
+    Eager and each candidate run one block in turn: a step that compiles, a step that may record a CUDA graph, two
+    warm-up steps, and ``steps`` timed steps. Then eager and the fastest candidate run one more block each, and up to
+    ten rounds of blocks in alternating order while noise hides which is faster. The candidate wins if the 99%
+    confidence interval of its speedup is above 1.01, or if it is faster by 1% in nine of ten rounds. Only steps of the
+    most frequent workload are compared. ``"auto"`` skips a candidate if the rest of the run is too short for its
+    compile.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ from tests.support.models import CLASSES, FEATURES, Classifier, loader
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]}
-GPU_ONLY = "<!-- compiled only: it needs GPUs -->"
+WITH_MARKS = ["docs/how_to/several_gpus.md", "docs/reference/compatibility.md"]
 BLOCK = re.compile(
-    rf"^(?P<mark>{re.escape(GPU_ONLY)}\n\n?)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^(?P<mark><!-- compiled only: it needs (?:GPUs|another package) -->\n\n?)?"
+    r"```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -33,7 +36,15 @@ def blocks(page, *languages):
     return [found for found in BLOCK.finditer(PAGES[page].read_text()) if found["language"] in languages]
 
 
-WITH_CODE = [page for page in PAGES if blocks(page, "python")]
+def source(block):
+    """The code of a block; of a diff, the lines after the change."""
+    lines = block["code"].splitlines()
+    if block["language"] == "diff":
+        lines = [line[1:] for line in lines if not line.startswith("-")]
+    return textwrap.dedent("\n".join(lines))
+
+
+WITH_CODE = [page for page in PAGES if blocks(page, "python", "diff")]
 
 
 def prepared(page):
@@ -99,29 +110,19 @@ def test_links_of_a_page_outside_of_the_site_lead_to_files_and_headings(page):
             assert not anchor or anchor in anchors(target), link
 
 
-def test_the_drawing_of_the_data_path_names_functions_that_exist():
-    drawn = re.findall(r"^ *([\w.]+)(?:, \.\w+)? +([\w/]+\.py)\b", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert len(drawn) > 20
-    for name, path in drawn:
-        found = importlib.import_module("compile_callbacks." + path.removesuffix(".py").replace("/", "."))
-        for part in name.split("."):
-            found = getattr(found, part)
-        assert callable(found), (name, path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.usefixtures("dropped_backends_go")
 @pytest.mark.filterwarnings("ignore:.* asks for CUDA graphs, and the module is not on a GPU")  # it may be read on a CPU
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    source = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # torch's cache identifies a pass by it
+    file = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # torch's cache identifies a pass by it
     namespace = prepared(page)
     dynamo = torch._dynamo.config.get_config_copy()
     try:
-        for block in blocks(page, "python"):
-            code = compile(block["code"], str(source), "exec")
-            assert not block["mark"] or page == "docs/how_to/several_gpus.md"
+        for block in blocks(page, "python", "diff"):
+            code = compile(source(block), str(file), "exec")
+            assert not block["mark"] or page in WITH_MARKS
             if not block["mark"]:
                 exec(code, namespace)
         if page == "docs/how_to/keep_it_compiled.md":

@@ -1,4 +1,4 @@
-"""The nine runs of docs/report_gallery.py, with fixed step times: the verdict, what to do next, and the page."""
+"""The runs of docs/report_gallery.py, with fixed step times: the verdict, what to do next, and the page."""
 
 from __future__ import annotations
 
@@ -61,11 +61,16 @@ def test_a_run_has_the_right_verdict_and_advice(title, eager, compiled, verdict,
         assert (train.recompiles, train.graphs, train.diagnostics.eager_calls) == (1, 2, {"net": 7})
 
 
-def test_the_page_shows_each_run_with_its_verdict():
-    page = (DOCS / "reference" / "report_gallery.md").read_text()
-    parts = dict(part.partition("\n")[::2] for part in page.split("\n## ")[1:])
-    assert list(parts) == [example.title for example in gallery.EXAMPLES]
-    shown = {"faster": "x faster", "compile time not repaid": "not repaid", "slower": "slower by"}
-    for example in gallery.EXAMPLES:
-        (line,) = [line for line in parts[example.title].splitlines() if line.startswith("train   ")]
-        assert shown.get(example.verdict, example.verdict) in line
+def test_the_page_shows_four_runs_with_their_verdicts():
+    page = (DOCS / "reference" / "report.md").read_text()
+    shown = {"faster": "x faster", "compile time not repaid": "not repaid"}
+    verdicts = {example.title: example.verdict for example in gallery.EXAMPLES}
+    for title, (sentence, rows) in gallery.SHOWN.items():
+        lines = page.partition(f"{sentence}\n\n```text\n")[2].partition("\n```\n")[0]
+        assert gallery.shortened(lines, rows) == lines
+        assert lines.startswith("train   ")
+        assert shown.get(verdicts[title], verdicts[title]) in lines.splitlines()[0]
+
+
+def test_the_readme_shows_the_report_of_its_run():
+    assert f"```text\n{gallery.readme_report()}\n```\n" in gallery.README.read_text()
