@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # prints the report at the end
     trainer.fit(DigitClassifier(), DataLoader(train, 64, shuffle=True), DataLoader(val, 64, drop_last=True))
     accuracy = float(trainer.callback_metrics["val/accuracy"])
-    print(f"validation accuracy {accuracy:.3f}; tensorboard --logdir {args.logdir} shows the step times")
+    tensorboard = Path(sys.executable).with_name("tensorboard")
+    print(f"validation accuracy {accuracy:.3f}; {tensorboard} --logdir {args.logdir} shows the step times")
     return 0 if accuracy >= args.min_accuracy else 1
 
 
