@@ -80,7 +80,8 @@ test-nightly: $(INSTALLED)
 	@if $(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-nightly \
 	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --prerelease allow torch torchvision \
 		--index $(NIGHTLY_INDEX) --index-strategy unsafe-best-match \
-	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --editable '.[examples,plot]' --group dev; \
+	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --editable '.[examples,plot]' --group dev \
+	&& .venv-nightly/bin/python -c "import torch as t; from packaging.version import Version as V; exit(not V(t.__version__).is_prerelease)"; \
 	then .venv-nightly/bin/python $(PYTEST) -m "" tests/compile/test_ports.py tests/compile/test_workarounds.py $(ARGS); \
 	else rm -rf .venv-nightly; echo "skipped: no pre-release of torch can be installed from $(NIGHTLY_INDEX)"; fi
 

@@ -4,8 +4,7 @@
 
 A private name has a part that begins with ``_``, such as ``torch._dynamo.config``. Settings, and attributes of a class
 or of a result, do not count. ``torch.utils._pytree`` and operators count as public. A changed place is a mechanism that
-assigns to a private attribute, patches a function or changes a list of torch. The file for old versions does not count,
-nor do the graphs that the helper process makes.
+assigns to a private attribute, patches a function or changes a list of torch.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def uses_in(path: Path) -> Iterator[Use]:
                 root = re.split(r"\W", ast.unparse(node))[0]
                 if root not in imported and ast.unparse(node.value) not in _OWN:
                     yield Use("attribute", node.attr, port, place, node.lineno)
-            if path.parent.name == "_torch" and path.stem not in ("torch_2_11", "portable_graphs"):
+            if path.parent.name == "_torch":
                 yield from (Use("change", what, port, place, node.lineno) for what in _changed(node))
 
 
@@ -111,7 +110,7 @@ def _changed(node: ast.AST) -> Iterator[str]:
 
 _STATEMENTS = (ast.Assign, ast.AugAssign, ast.Delete)
 _CHANGED = re.compile(r"\._\w+$|_idxs$|weakrefs$")
-_CHANGES = re.compile(r"^patch|^functions\.|^register_bytecode_hook$|^vars\(each\)\.pop$|^PyCodeCache\.modules\.")
+_CHANGES = re.compile(r"^patch|^functions\.|^register_bytecode_hook$|^vars\(tensor\)\.pop$|^PyCodeCache\.modules\.")
 
 
 def uses() -> list[Use]:

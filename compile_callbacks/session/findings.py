@@ -48,7 +48,9 @@ class Finding(NamedTuple):
 def nothing_called(run: PhaseRun, switch: PhaseSwitch, *, finds_targets: bool) -> Iterator[Finding]:
     """Find that the steps call none of the targets."""
     # Without a target that torch can compile, each named target gets its own warning.
-    called = switch.called_targets(run.phase) or not (switch.targets or finds_targets)
+    called = (
+        switch.called_targets(run.phase) or not (switch.targets or finds_targets) or not _torch.dynamo.has_call_slot()
+    )
     if run.chosen.config is not None and not called and run.times.steps(run.chosen.name):
         names = ", ".join(repr(target.name) for target in switch.targets) or "none was found"
         message = (
@@ -168,7 +170,7 @@ def of_stage(run: PhaseRun, switch: PhaseSwitch, *, finds_targets: bool, sharded
 def never_called(switch: PhaseSwitch) -> Iterator[Finding]:
     """Find each named target that no phase called."""
     called = switch.called_targets("train") | switch.called_targets("infer")
-    for target in switch.targets if called else ():
+    for target in switch.targets if called and _torch.dynamo.has_call_slot() else ():
         if target.name not in called:
             message = f"target {target.name!r} was never called, so it is not compiled. {NAME_OTHERS}"
             yield Finding("CC102", message, target.name)

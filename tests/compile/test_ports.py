@@ -20,7 +20,7 @@ USES = runpy.run_path(str(Path(__file__).parents[2] / ".ci/private_names.py"))["
 NAMES = {use.port: {each.what for each in USES if (each.kind, each.port) == ("name", use.port)} for use in USES}
 ESSENTIAL = NAMES["inductor"] | {"torch._guards.TracingContext"}
 """The names without which graphs run eagerly."""
-QUICK = {"frames", "inductor"}
+QUICK = {"dynamo", "inductor"}
 
 
 class Torch:
@@ -86,7 +86,6 @@ def test_a_fit_without_a_port_ends_well(port, hide, no_codegen):
         assert f"torch {torch.__version__}: " in str(report)
 
 
-@pytest.mark.filterwarnings("ignore:nothing is compiled", "ignore:target 'net' was never called")
 def test_without_the_slot_for_compiled_code_a_fit_is_eager(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "__call__", lambda module, *args: module._call_impl(*args))
     monkeypatch.delattr(torch.nn.Module, "_compiled_call_impl")
