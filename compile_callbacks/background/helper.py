@@ -36,24 +36,18 @@ class Helper:
 
     def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
         self._queue, self._fails = requests, fails
-        self._trains_on_cpu = False
         self._compilers = 0  # the number of processes that compile kernels; 0 before the first stage
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes]  # what the process prints to stderr
         self._outbox: queue.SimpleQueue[Any]  # the graphs to send; None ends the thread
         self._answers: queue.SimpleQueue[Any]  # graphs with their code, or the reason why the process ended or hangs
 
-    def start(self, *, trains_on_cpu: bool, ranks: int) -> None:
-        """Start the process before its first request.
-
-        It has a low priority, unless the threads of training on the CPU occupy all processors and wait for each other
-        by spinning. With a low priority, the process would get almost no processor time.
-        """
+    def start(self, *, ranks: int) -> None:
+        """Start the process before its first request, because the import of the compiler takes about ten seconds."""
         if self._compilers:
             return
         affinity = getattr(os, "sched_getaffinity", None)  # of a container, for example
         processors = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-        self._trains_on_cpu = trains_on_cpu
         self._compilers = max(1, min(_torch.inductor.settings().compile_threads or 1, (processors - 2) // ranks))
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
             self._start_process()
@@ -118,18 +112,13 @@ class Helper:
             raise RuntimeError(f"sys.executable is {sys.executable!r}, which is not a Python interpreter")
         self._outbox, self._answers = queue.SimpleQueue(), queue.SimpleQueue()
         ours, theirs = Pipe()
-        worker = "compile_callbacks.background.worker", str(theirs.fileno()), "0" if self._trains_on_cpu else "5"
-        own = {
-            IS_HELPER: "1",
-            # imports what this process imports
-            "PYTHONPATH": os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(self._compilers),
-        }
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # imports what this process imports
+        own = {IS_HELPER: "1", "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": str(self._compilers)}
         with theirs, contextlib.ExitStack() as after_failure:
             after_failure.callback(ours.close)
             self._errors = after_failure.enter_context(tempfile.TemporaryFile())
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", *worker],
+                [sys.executable, "-P", "-m", "compile_callbacks.background.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **own},
                 stdin=subprocess.DEVNULL,
@@ -147,9 +136,8 @@ class Helper:
             try:
                 while (graph := outbox.get()) is not None:
                     connection.send_bytes(graph.pickled)
-                    if self._trains_on_cpu:
-                        with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
-                            _torch.portable_graphs.prepare_loading()
+                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
+                        _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         answers.put(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                         return
@@ -160,10 +148,9 @@ class Helper:
 
 
 def _why_it_ended(process: subprocess.Popen[bytes], errors: IO[bytes], error: Exception) -> str:
-    try:
+    with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
         code = process.wait(timeout=5)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return in_one_line(describe_failure(error))
-    return f"it ended with status {code}" + (f": {lines[-1]}" if lines else "")
+        return f"it ended with status {code}" + (f": {lines[-1]}" if lines else "")
+    return in_one_line(describe_failure(error))

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 def main() -> None:
     """Receive requests, and send answers, until the process that trains closes the connection or ends."""
     connection = Connection(int(sys.argv[1]))
-    os.nice(int(sys.argv[2]))
     with contextlib.suppress(Exception):  # a request then reports it
         _prepare()
     with contextlib.suppress(EOFError, OSError):

@@ -212,7 +212,7 @@ class Session:
         self._search.step_ends()
         self.stage, self._stage_is_new, self._step, self._counted = stage, True, None, None
         if self._helper is not None and not stage.eager and stage.phase not in self._arguments.uncompiled:
-            self._helper.start(trains_on_cpu=device_of(self.module).type == "cpu", ranks=self._ranks.size)
+            self._helper.start(ranks=self._ranks.size)
         variant = EAGER_VARIANT if stage.eager else self._phases[stage.phase].policy.next()[0]
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
