@@ -1,9 +1,4 @@
-"""Finds the parts of a module that FSDP shards, and refuses settings that sharded weights do not support.
-
-FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
-``forward`` of a wrapper. Dynamo traces neither. The library therefore compiles the innermost parts, whose weights are
-ordinary tensors while the parts run. torchtitan compiles each transformer block for the same reason.
-"""
+"""Refuses settings that sharded weights do not support."""
 
 from __future__ import annotations
 
@@ -19,25 +14,6 @@ from compile_callbacks.config.inductor_config import InductorConfig
 
 WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call, at a new address, and frees them"
 """The reason why sharded weights cannot be frozen, and why torch cannot record CUDA graphs."""
-
-
-def innermost_fsdp_units(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules for which FSDP gathers weights, without modules that contain another such module."""
-    units = {
-        name: submodule
-        for name, submodule in root.named_modules()
-        if _torch.distributed.is_fsdp2_unit(submodule) or _torch.distributed.is_fsdp1_unit(submodule)
-    }
-    return [
-        (strip_fsdp1_names(name), unit)
-        for name, unit in units.items()
-        if not any(other != name and (not name or other.startswith(f"{name}.")) for other in units)
-    ]
-
-
-def strip_fsdp1_names(name: str) -> str:
-    """Return the dotted name of a module without the names of FSDP1 wrappers."""
-    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")
 
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:

@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
-from compile_callbacks.targets.target import Callee, Target, callees_of, is_replaced
+from compile_callbacks.targets.target import Callee, Target, callees_of, is_replaced, strip_fsdp1_names
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMEWORKS = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -44,8 +43,8 @@ def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = Fa
     Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
     itself. If FSDP shards a module in parts, its innermost parts replace the module.
 
-    Blocks of the same structure that globs match share a compiled function. Sharded targets also share a compiled
-    function, because they already do not support the settings that sharing excludes.
+    Modules of the same structure that globs match share a compiled function. Sharded targets also share one, because
+    they already do not support the settings that sharing excludes.
     """
     callees: list[Callee] = []
     of_globs = set[int]()
@@ -54,8 +53,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = Fa
             matching = _matching(root, name)
             callees += matching
             of_globs |= {id(callee.module) for callee in matching if set(name) & set("*?[")}
-    shares = lambda callee: callee.sharded or (id(callee.module) in of_globs and _is_block(callee.module))  # noqa: E731
-    return group_targets(root, callees, shares)
+    return group_targets(root, callees, lambda callee: callee.sharded or id(callee.module) in of_globs)
 
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:
@@ -68,18 +66,17 @@ def _matching(root: nn.Module, name: str) -> list[Callee]:
         return [callee for path in outermost for callee in callees_of(path, modules[path])]
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
-    if owner is None or not _has_method(owner, method):
+    # A property is not evaluated.
+    if owner is None or not callable(vars(owner).get(method, getattr(type(owner), method, None))):
         raise ValueError(with_code("CC201", unknown("targets", name, ["forward", *modules])))
-    if method == "forward" and innermost_fsdp_units(owner):
-        return callees_of(name, owner)
-    return [Callee(name, owner, method)]
+    return compilable_parts(Callee(name, owner, method))
 
 
-def _has_method(module: nn.Module, name: str) -> bool:
-    """Return whether a module has a method, without evaluating its properties."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return hasattr(module, name)
-    return callable(vars(module).get(name, getattr(type(module), name, None)))
+def compilable_parts(called: Callee) -> list[Callee]:
+    """Return a named or called module or method, or the innermost parts of the module if FSDP shards it."""
+    if called.method is None or (called.method == "forward" and called.sharded):
+        return callees_of(called.name, called.module)
+    return [called]
 
 
 # ---------------------------------------------------------------------------------------------- repeated blocks
@@ -117,18 +114,8 @@ def structure_of(module: nn.Module) -> Any:
     return classes, weights
 
 
-def _is_block(module: nn.Module) -> bool:
-    """Return whether a module has parameters and is more than one layer of ``torch.nn``."""
-    is_layer = not module._modules and type(module).__module__.startswith("torch.nn.")
-    return not is_layer and next(module.parameters(), None) is not None
-
-
 def _name_of(root: nn.Module, paths: Sequence[str]) -> str:
-    """Return the name of several modules for reports, if possible as one glob, such as ``"encoder.layers.*"``.
-
-    The glob must match no other module with parameters, because names of targets differ. Otherwise, the name is that of
-    the first module, with the number of the others.
-    """
+    """Return the name of several modules: a glob that matches no other module with parameters, or the first name."""
     if len(paths) == 1:
         return paths[0]
     columns = [set(names) for names in zip(*(path.split(".") for path in paths), strict=False)]
@@ -171,16 +158,12 @@ def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> 
 
 
 def _only_if_named(module: nn.Module) -> bool:
-    """Return whether a module is never a default target: a metric, a module of TorchScript, or an RNN of torch.
-
-    Metrics only accumulate state. Dynamo does not compile ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` (2.11 and 2.15, unless
-    ``allow_rnn`` is set), and breaks the graph of a target that contains them. With ``allow_rnn``, it unrolls the loop
-    over time: on a CPU, an ``nn.LSTM`` is not faster than eager, and an ``nn.GRU`` compiles for minutes.
-    """
-    classes = type(module).__mro__
-    is_metric = any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
-    is_compiled = _torch.dynamo.is_dynamo_wrapper(module)
-    return is_metric or is_compiled or isinstance(module, (torch.jit.ScriptModule, nn.RNNBase))
+    """Return whether a module is never a default target: one of TorchScript, a compiled one, a metric, or an RNN."""
+    # Dynamo does not compile nn.RNN, nn.LSTM and nn.GRU (2.11 and 2.15). With allow_rnn, it unrolls the loop over time.
+    if isinstance(module, (torch.jit.ScriptModule, nn.RNNBase)) or _torch.dynamo.is_dynamo_wrapper(module):
+        return True
+    classes = type(module).__mro__  # metrics only accumulate state
+    return any(cls.__name__ == "Metric" and cls.__module__.startswith("torchmetrics.") for cls in classes)
 
 
 def _own_methods(module: nn.Module) -> list[str]:
@@ -202,13 +185,6 @@ def _own_methods(module: nn.Module) -> list[str]:
 def _is_plain(function: object) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None) if isinstance(function, types.FunctionType) else None
     return code is not None and not (code.co_flags & _SUSPENDED or _torch.dynamo.is_compiled_or_disabled(function))
-
-
-def compilable_parts(called: Callee) -> list[Callee]:
-    """Return a called module or method, or the innermost parts of the module if FSDP shards it."""
-    if called.method is None or (called.method == "forward" and innermost_fsdp_units(called.module)):
-        return callees_of(called.name, called.module)
-    return [called]
 
 
 def with_equal_blocks(called: Callee, callees: Iterable[Callee]) -> list[Callee]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks.targets.fsdp import innermost_fsdp_units, strip_fsdp1_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,17 +78,23 @@ class Target:
 def callees_of(name: str, module: nn.Module) -> list[Callee]:
     """Return the call of a module as a callee, or its innermost parts if FSDP shards it.
 
-    The parts exclude FSDP's own code, which Dynamo does not trace.
+    FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
+    ``forward`` of a wrapper. Dynamo traces neither. The weights of the innermost parts are ordinary tensors while the
+    parts run. torchtitan compiles each transformer block for the same reason.
     """
     name = strip_fsdp1_names(name)
-    if not (units := innermost_fsdp_units(module)):
-        return [Callee(name, module)]
+    is_fsdp1, is_fsdp2 = _torch.distributed.is_fsdp1_unit, _torch.distributed.is_fsdp2_unit
+    units = {path: part for path, part in module.named_modules() if is_fsdp1(part) or is_fsdp2(part)}
     prefix = "" if name == "forward" else name.removesuffix(".forward")
     callees = []
-    for path, unit in units:
-        unit_name = ".".join(name for name in (prefix, path) if name) or name
-        if _torch.distributed.is_fsdp1_unit(unit):
-            callees.append(Callee(unit_name, unit.module))  # type: ignore[arg-type]  # the module that FSDP1 wraps
-        else:
-            callees.append(Callee(unit_name, unit, "forward"))
-    return callees
+    for path, unit in units.items():
+        if not any(other != path and (not path or other.startswith(f"{path}.")) for other in units):
+            unit_name = ".".join(part for part in (prefix, strip_fsdp1_names(path)) if part) or name
+            wrapped = is_fsdp1(unit)
+            callees.append(Callee(unit_name, unit.module) if wrapped else Callee(unit_name, unit, "forward"))
+    return callees or [Callee(name, module)]
+
+
+def strip_fsdp1_names(name: str) -> str:
+    """Return the dotted name of a module without the names of FSDP1 wrappers."""
+    return ".".join(part for part in name.split(".") if part != "_fsdp_wrapped_module")

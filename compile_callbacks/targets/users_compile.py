@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -16,10 +15,7 @@ _PREFIX = "_orig_mod."  # torch.compile(module) adds this prefix to each key of 
 LIGHTNING_MODULE = "the LightningModule"
 """The name of a compiled LightningModule in the list of `unwrap_compiled`. The other names are names of children."""
 
-_STEPS: dict[Phase, tuple[str, ...]] = {
-    "train": ("training_step",),
-    "infer": ("validation_step", "test_step", "predict_step"),
-}
+_INFER_STEPS = ("validation_step", "test_step", "predict_step")
 
 
 def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset()) -> list[str]:
@@ -33,8 +29,9 @@ def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset())
         return []
     replaced = []
     if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning
-        steps = itertools.chain(*(_STEPS[phase] for phase in PHASES if phase not in uncompiled))
-        if methods := [name for name in ("forward", *steps) if name in vars(root)]:
+        steps = "forward", *(() if "train" in uncompiled else ("training_step",))
+        steps += () if "infer" in uncompiled else _INFER_STEPS
+        if methods := [name for name in steps if name in vars(root)]:
             for name in methods:
                 del vars(root)[name]
             replaced.append(LIGHTNING_MODULE)
@@ -71,9 +68,6 @@ class _MatchKeys:
             wanted = own_keys.get(plain, plain)
             if wanted not in state_dict:
                 state_dict[wanted] = state_dict.pop(key)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MatchKeys:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ("", "format")

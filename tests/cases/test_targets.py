@@ -27,7 +27,7 @@ SEVERAL = ["list.net.0 + 3 more (4 blocks, 2 graphs)", "list.net.3", "head"]  # 
 USER_COMPILES = {**BASELINE, "train_mode": "max-autotune-no-cudagraphs"}
 TWO_EPOCHS, ONLY_TRAINS = {"max_epochs": 2}, {"validation": None, "predict": None}
 UNSUPPORTED = {
-    **dict.fromkeys(("traced", "scripted.forward"), "it is a TorchScript module"),
+    **dict.fromkeys(("traced", "scripted"), "it is a TorchScript module"),
     **dict.fromkeys(("waits", "encodes.encode"), "its .* is an async function"),
 }
 LATER = zoo.logits(zoo.call_later, parts=zoo.Parts, direct=zoo.linear(CLASSES))
