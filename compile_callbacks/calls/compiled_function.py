@@ -16,7 +16,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError
-from compile_callbacks.calls.observed_calls import DIFFERENTIATED, INTEGERS, KEPT, ObservedCalls
+from compile_callbacks.calls.observed_calls import DIFFERENTIATED, KEPT, ObservedCalls
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.graphs.backend import GraphBackend
 from compile_callbacks.graphs.target_log import TargetLog
@@ -31,8 +31,6 @@ _PACKAGE, _TRACED = f"{Path(__file__).parents[1]}/", "dispatcher.py"
 """If torch runs a frame eagerly that calls another target, it traces the dispatcher, which then calls the module. If
 this fails, the other target runs compiled, and torch must not trace that."""
 
-_UNSPEC = "allow_unspec_int_on_nn_module"
-
 _DIFFERENTIATED = (
     "the eager steps differentiate its gradients (create_graph=True), and torch cannot differentiate the backward pass "
     "of a compiled graph"
@@ -42,20 +40,8 @@ _DIFFERENTIATED = (
 class CompiledFunction:
     """The function of ``torch.compile`` for a target. It takes the module as its first argument.
 
-    Repeated blocks form one target: torch's guards decide which blocks need separate graphs.
-
     A call that fails the guards of all compiled graphs runs eagerly. If `recompile_after` of the last `OF_LAST_CALLS`
-    calls failed them, torch compiles again.
-
-    Attributes:
-        calls: The number of calls of the function.
-        recompile_after: The number of calls without a fitting graph after which torch compiles again.
-        hooks_seen: The value of `_torch.dynamo.hooks_registered` when this object last looked for hooks, or ``None``
-            if the code has guards on hooks.
-        frames: For the code of each compiled frame, the number of resets of torch before; ``None`` if the compiler
-            failed on the frame. It then runs eagerly if no graph fits. torch could skip it, too, but for all targets.
-            The first frame is the target's own.
-        why_no_graph: The reason why torch compiled no graph when it last traced the target's own frame, if it told.
+    calls failed them, torch compiles again. For repeated blocks, torch's guards decide which need separate graphs.
     """
 
     _compiles: ClassVar = 0  # the number of functions that this process has got from torch.compile
@@ -66,9 +52,12 @@ class CompiledFunction:
         self._target, self._config, self._backend, self._log, self._observed = target, config, backend, log, observed
         self.calls = 0
         self.recompile_after: float = RECOMPILE_AFTER
-        self.hooks_seen: int | None = -1  # has not looked for hooks yet
+        # What `hooks_registered` returned at the last look for hooks; None if the code has guards on hooks.
+        self.hooks_seen: int | None = -1
+        # For the code of each compiled frame, the number of resets of torch before, beginning with the target's own;
+        # None if the compiler failed on the frame. It then runs eagerly if no graph fits.
         self.frames: dict[types.CodeType, int | None] = {}
-        self.why_no_graph: str | None = None
+        self.why_no_graph: str | None = None  # what torch told when it last traced the target's own frame
         self._static_call: int | None = None  # the number of the call that compiles for the second set of sizes
         self._misses: deque[int] = deque(maxlen=RECOMPILE_AFTER)  # the numbers of the last calls that no graph fitted
 
@@ -196,15 +185,13 @@ class CompiledFunction:
         self._backend.keeps_graph = log.settings.keeps_graph or KEPT in facts
         with contextlib.ExitStack() as stack:
             if self._config.dynamic is None:
-                stack.enter_context(self._observed.marked(call.args, call.kwargs))
+                self._observed.mark(call.args, call.kwargs, stack)
                 is_second = self._observed.is_second_set(call.args, call.kwargs)
                 if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
                     self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
-            if INTEGERS in facts and self._config.dynamic is not False and _UNSPEC not in settings:
-                settings[_UNSPEC] = True
-                if not graphs:
-                    reason = f"{_UNSPEC} is set, because integers of its modules changed in its eager calls"
-                    log.recorder.record("dynamo_setting", log.key, reason=reason)
+            if self._config.dynamic is not False and len(self._target.members) == 1:
+                # An integer attribute that changes, such as a count of the calls, becomes an input at the recompile.
+                settings.setdefault("allow_unspec_int_on_nn_module", True)
             draws = stack.enter_context(
                 _torch.dynamo.trace_settings(
                     settings,
@@ -223,14 +210,8 @@ class CompiledFunction:
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low: torch compiles blocks that differ separately."""
         # Before torch 2.13, all our functions share the user's code object after a graph break, also freed ones.
-        breaks = self._log.recorder.events_of(self._log.key, "graph_break")
-        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and breaks
+        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._log.recorder.events_of(self._log.key, "graph_break")
         return len(self._target.members) * (CompiledFunction._compiles if shares else 1)
-
-    @property
-    def cannot_mix(self) -> bool:
-        """Whether the target runs eagerly as a whole after a failure on its own frame."""
-        return self._config.fullgraph or not self._backend.graphs
 
 
 def _calling(function: Callable[..., Any]) -> Any:

@@ -26,32 +26,19 @@ call if the target calls ``torch.autograd.grad``. Such a call takes 50 times as 
 
 
 class CompiledTarget:
-    """A target that is compiled with one config, in one phase.
-
-    Attributes:
-        log: Records failures, and knows the target, the phase and the candidate.
-        called: Whether the target was called in the phase.
-        backend: The backend, which has no reference to the module.
-        function: The function of ``torch.compile``.
-        weights: Watches the weights if they are frozen.
-    """
+    """A target that is compiled with one config, in one phase."""
 
     def __init__(
         self, target: Target, config: InductorConfig, log: TargetLog, observed: ObservedCalls, *, frozen: bool
     ) -> None:
-        self.log, self.called = log, False
+        self.log, self.key = log, log.key
+        self.called = False  # in the phase
         self.backend = GraphBackend(target, config, log, frozen=frozen)
         self.function = CompiledFunction(target, config, self.backend, log, observed)
-        # A target with frozen weights has a single member.
-        self.weights = WeightWatch(target.members[0].module) if frozen else None
-        self._recorder = log.recorder
+        self.weights = WeightWatch(target.members[0].module) if frozen else None  # the target has a single member
+        self._recorder, self._fullgraph = log.recorder, config.fullgraph
         self._traces = 0  # the number of calls in which torch traced
         self._transform_checks = _torch.dynamo.transform_checks()
-
-    @property
-    def key(self) -> CompileKey:
-        """The target, the phase and the candidate."""
-        return self.log.key
 
     # ------------------------------------------------------------------------------------------ a call
 
@@ -129,7 +116,7 @@ class CompiledTarget:
         if call.failure is not None and not log.runs_eagerly:
             if log.settings.on_error == "raise":
                 raise log.as_compile_error(call.failure) from call.failure
-            log.runs_eagerly = call.nothing_ran and self.function.cannot_mix
+            log.runs_eagerly = call.nothing_ran and (self._fullgraph or not self.backend.graphs)
             log.compiler_failed(call.failure, part="" if log.runs_eagerly else "a part of ")
         if call.compile_here is not None:
             call.compile_here()

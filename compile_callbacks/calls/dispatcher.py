@@ -22,22 +22,14 @@ class CallSlot:
 
     It is an object and not a closure, so that copies and pickles of the module can drop it. A copied closure would run
     with the weights of the original module.
-
-    Attributes:
-        callee: The module or the method.
-        eager: The call of the callee without this library.
-        selected: The function that a call of the callee runs now.
     """
 
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
         self.eager = callee.eager
-        # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
+        # Lightning inspects the arguments through __wrapped__. Users read the __name__ of their methods.
         functools.update_wrapper(self, self.eager, updated=())
-        for name in ("__self__", "__func__"):
-            if hasattr(self.eager, name):
-                setattr(self, name, getattr(self.eager, name))
-        self.selected: Callable[..., Any] = self.eager
+        self.selected: Callable[..., Any] = self.eager  # what a call of the callee runs now
         self._attributes = vars(callee.module)
         self._slot = callee.method or _CALL_SLOT
         self._replaced: Any = _ABSENT  # what was in the slot
@@ -47,7 +39,10 @@ class CallSlot:
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return self.eager(*args, **kwargs)
-        if "forward" in self._attributes and _runs_lightning_step(self._attributes["forward"]):
+        # For a wrapper such as DDP, Lightning replaces `forward` by a function that calls the step. Its graph would
+        # contain the whole step. The methods of Lightning's demo modules are no functions.
+        forward = self._attributes.get("forward")
+        if isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING:
             return self.eager(*args, **kwargs)
         return self.selected(*args, **kwargs)
 
@@ -114,13 +109,3 @@ def compiled_target_names(module: nn.Module) -> list[str]:
         for slot, value in vars(submodule).items()
         if isinstance(value, Dispatcher)
     ]
-
-
-def _runs_lightning_step(forward: object) -> bool:
-    """Return whether the attribute ``forward`` of a module makes a call of the module run its step.
-
-    For a wrapper such as DDP, Lightning replaces ``forward`` by a function that calls the step. We do not compile this
-    call, because the graph would contain the whole step.
-    """
-    # Only functions count, because the methods of Lightning's demo modules are also in its package.
-    return isinstance(forward, types.FunctionType) and forward.__module__.partition(".")[0] in _LIGHTNING

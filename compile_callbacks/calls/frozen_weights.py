@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from compile_callbacks import _torch
+from compile_callbacks.targets.target import Target
 
 _version = operator.attrgetter("_version")
 
@@ -20,52 +21,50 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightWatch:
     """Tells whether a module's weights changed, or moved to another address, since the last call.
 
-    Attributes:
-        are_suspect: Whether the next call compares hashes of the contents, because a callback may have swapped weights.
-            Other calls compare addresses and version counters, which takes 0.1 µs per tensor, but does not notice edits
-            through ``.data`` and parameters that were replaced.
+    If ``are_suspect``, because a callback may have swapped weights, a call compares hashes of the contents. Other calls
+    compare addresses and version counters, which takes 0.1 µs per tensor, but does not notice edits through ``.data``
+    and parameters that were replaced.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.are_suspect = True
         self._module = module
-        self._tensors: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
         self._seen: tuple[Any, ...] = ()  # hashes, addresses and versions
 
     def changed(self) -> bool:
         """Return whether a weight changed since the last call. The first call returns ``True``."""
         if self.are_suspect:
-            self._tensors = [weight for weight in _weights(self._module) if not weight.is_inference()]
+            self._weights = [*self._module.parameters(), *self._module.buffers()]
         elif self._read_versions() == self._seen[1:]:
             return False
         self.are_suspect, before = False, self._seen
-        hashes = [_hash(weight).cpu() for weight in _weights(self._module)]
+        hashes = [_hash(weight).cpu() for weight in self._weights]
         self._seen = (torch.stack(hashes).tolist() if hashes else [], *self._read_versions())
         # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
         return self._seen[:2] != before[:2]
 
     def _read_versions(self) -> tuple[list[int], list[int]]:
         # Maps of functions in C, because each step does this for hundreds of tensors.
-        return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(_version, self._tensors))
+        has_version = itertools.filterfalse(torch.Tensor.is_inference, self._weights)
+        return list(map(torch.Tensor.data_ptr, self._weights)), list(map(_version, has_version))
 
 
-def unwatchable_reason(module: nn.Module) -> str | None:
-    """Return the reason why this file cannot detect changes of a module's weights, or ``None`` if it can."""
+def unwatchable_reason(target: Target) -> str | None:
+    """Return the reason why changes of a target's weights cannot be detected, or ``None`` if they can."""
+    if target.shares_code:
+        return "repeated blocks share a graph, but not their weights"
+    module = target.members[0].module
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
         if _torch.graphs.is_wrapper_subclass(weight):
             return f"{name!r} is a tensor subclass"
         try:
             weight.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized
-            if weight.is_quantized:
-                return f"{name!r} is quantized"
         except (RuntimeError, NotImplementedError, ValueError) as error:
             return f"{name!r} is a tensor whose memory cannot be read: {error}"
+        if weight.is_quantized:
+            return f"{name!r} is quantized"
     return None
-
-
-def _weights(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _hash(tensor: torch.Tensor) -> torch.Tensor:

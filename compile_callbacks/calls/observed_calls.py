@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import tensors_of
 
 SPECIALIZED = (0, 1)
@@ -19,7 +18,6 @@ SPECIALIZED = (0, 1)
 
 DIFFERENTIATED = "gradients are differentiated"  # a backward pass through an eager call had create_graph=True
 KEPT = "graphs are kept"  # a backward pass through an eager call had retain_graph=True
-INTEGERS = "integers change"  # integer attributes of the modules, such as a count of the calls
 
 
 MAX_SETS = 1000
@@ -37,24 +35,19 @@ class ObservedCalls:
     that the code does not fit. If such calls have two sets of sizes, each set gets a static graph, because a dynamic
     graph is slower and would also serve the usual calls. With more sets, each dimension that has two sizes varies. The
     sizes 0 and 1 do not count.
-
-    Attributes:
-        facts: Those of `DIFFERENTIATED`, `KEPT` and `INTEGERS` that are true.
     """
 
     def __init__(self) -> None:
-        self.facts: set[str] = set()
+        self.facts: set[str] = set()  # those of DIFFERENTIATED and KEPT that are true
         self._eager: Counter[_Sizes] = Counter()  # the number of eager calls, by set of sizes
         self._later: Counter[_Sizes] = Counter()  # the same of calls that compile, or that the code does not fit
         self._known: set[tuple[str, int]] = set()  # the inputs and dimensions that varied in earlier runs
-        self._integers: dict[int, dict[str, int]] = {}  # before the first call of each module; empty after the second
 
-    def recording(self, call: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Wrap a target's eager call to observe its inputs, its integers and the backward pass."""
+    def recording(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a target's eager call to observe its inputs and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             _count(self._eager, args, kwargs)  # takes about 1 µs per input
-            self._compare_integers(module)
             result = call(*args, **kwargs)
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
@@ -64,18 +57,6 @@ class ObservedCalls:
             return result
 
         return recorded
-
-    def _compare_integers(self, module: nn.Module) -> None:
-        """In the first two eager calls of a module, look for integer attributes that change.
-
-        torch compiles a graph for each value of such an attribute, unless ``allow_unspec_int_on_nn_module`` is set.
-        """
-        if (before := self._integers.get(id(module))) != {}:
-            named = [(path, vars(submodule)) for path, submodule in module.named_modules()]
-            now = {f"{path}.{name}": value for path, own in named for name, value in own.items() if type(value) is int}
-            if before is not None and any(now.get(name, value) != value for name, value in before.items()):
-                self.facts.add(INTEGERS)
-            self._integers[id(module)] = now if before is None else {}
 
     def _backward_begins(self, gradients: Any) -> None:
         if torch.is_grad_enabled():  # autograd enables grad mode in a backward pass only with create_graph=True
@@ -98,15 +79,12 @@ class ObservedCalls:
             places |= {place for place, counts in _by_place(self._later) if len(counts.keys() - SPECIALIZED) > 1}
         return {key: sorted(i for name, i in places if name == key) for key, _ in sorted(places)}
 
-    @contextlib.contextmanager
-    def marked(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Mark the inputs that vary as dynamic in a ``with`` block in which torch compiles."""
+    def mark(self, args: Any, kwargs: Any, undo: contextlib.ExitStack) -> None:
+        """Mark the inputs that vary as dynamic for a compile."""
         varying = self.varying()
-        with contextlib.ExitStack() as undo:
-            for name, value in tensors_of(args, kwargs) if varying else ():
-                if dimensions := [i for i in varying.get(f"{name}:{value.dim()}", ()) if i < value.dim()]:
-                    undo.callback(_torch.dynamo.mark_dimensions(value, dimensions))
-            yield
+        for name, value in tensors_of(args, kwargs) if varying else ():
+            if dimensions := [i for i in varying.get(f"{name}:{value.dim()}", ()) if i < value.dim()]:
+                undo.callback(_torch.dynamo.mark_dimensions(value, dimensions))
 
     def state(self) -> dict[str, Any]:
         """Return the observations as JSON-ready data."""
@@ -114,7 +92,7 @@ class ObservedCalls:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the `state` of an earlier run. Ignore data of another form."""
-        self.facts |= {DIFFERENTIATED, KEPT, INTEGERS} & state.keys()
+        self.facts |= {DIFFERENTIATED, KEPT} & state.keys()
         for key, dimensions in state.items():
             if isinstance(dimensions, list):
                 self._known.update((key, i) for i in dimensions if type(i) is int and i >= 0)
@@ -135,10 +113,10 @@ class CallRecords(dict[tuple[str, Phase], ObservedCalls]):
                 states.setdefault(phase, {})[target] = state
         return states
 
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Continue from the `state` of an earlier run."""
-        for phase in PHASES:
-            for target, state in states.get(phase, {}).items():
+        for phase, of_phase in states.items():
+            for target, state in of_phase.items():
                 if isinstance(state, Mapping):
                     self.of(target, phase).restore(state)
 

@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,14 +20,10 @@ from compile_callbacks.config.inductor_config import Variant
 from compile_callbacks.graphs.target_log import TargetLog, TargetSettings
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.target import Target
 
-
-class _Selected(NamedTuple):
-    phase: Phase
-    variant: Variant
-    weights_frozen: bool  # the weights are constant, so that the code may contain them
+_Selected = tuple[Phase, Variant, bool]
+"""A phase, what it runs, and whether the weights are constant, so that the code may contain them."""
 
 
 class PhaseSwitch:
@@ -47,14 +43,13 @@ class PhaseSwitch:
         recorder: CompileRecorder,
         settings: TargetSettings,
         warn: WarnOnce,
-        observed: CallRecords,
     ) -> None:
-        self._uncompiled, self._recorder, self._settings = uncompiled, recorder, settings
-        self._warn, self._observed = warn, observed
-        self._dispatchers = {target: _dispatchers_of(target) for target in targets}
+        self.observed = CallRecords()
+        self._uncompiled, self._recorder, self._settings, self._warn = uncompiled, recorder, settings, warn
+        self._dispatchers = {target: list(map(Dispatcher, target.members)) for target in targets}
         self._compiled_targets: dict[tuple[Target, Phase, str | None, bool], CompiledTarget] = {}
         self._decided: set[Phase] = set()  # the phases whose variants are not on trial
-        self._selected: _Selected | None = None
+        self._selected: tuple[_Selected, ...] = ()  # the active phase; if the grad mode selects one, train and infer
 
     # ------------------------------------------------------------------------------------------ targets
 
@@ -71,11 +66,10 @@ class PhaseSwitch:
     def add(self, targets: Sequence[Target]) -> None:
         """Add targets in a run. They run the selected variant."""
         for target in targets:
-            self._dispatchers[target] = _dispatchers_of(target)
+            self._dispatchers[target] = list(map(Dispatcher, target.members))
             for dispatcher in self._dispatchers[target]:
                 dispatcher.install()
-            if self._selected is not None:
-                self._select_for(target, self._selected)
+            self._select_for(target)
 
     def discard(self, targets: Collection[Target]) -> None:
         """Remove targets, restore their modules, and free their compiled code."""
@@ -86,14 +80,14 @@ class PhaseSwitch:
 
     def install(self) -> None:
         """Install the dispatchers. The targets run eagerly until a phase is selected."""
-        self._selected = None
+        self._selected = ()
         for dispatcher in self.dispatchers():
             dispatcher.selected = dispatcher.eager
             dispatcher.install()
 
     def remove(self) -> None:
         """Remove the dispatchers."""
-        self._selected = None
+        self._selected = ()
         for dispatcher in self.dispatchers():
             dispatcher.remove()
 
@@ -104,60 +98,53 @@ class PhaseSwitch:
 
         If the phase will be compiled, eager calls record the shapes of their inputs.
         """
-        selected = _Selected(phase, variant, weights_frozen)
-        if self._selected != selected:  # skip most steps, because a change takes 10 µs for each target
-            for target in self._dispatchers:
-                self._select_for(target, selected)
-            self._selected = selected
+        self._select((phase, variant, weights_frozen))
 
     def select_by_grad_mode(self, variants: Mapping[Phase, Variant], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
-        self._selected = None
-        train, infer = (_Selected(phase, variants[phase], weights_frozen) for phase in ("train", "infer"))
-        for target, dispatchers in self._dispatchers.items():
-            for dispatcher in dispatchers:
-                calls = self._call_of(target, dispatcher, train), self._call_of(target, dispatcher, infer)
-                dispatcher.selected = _by_grad_mode(*calls)
+        self._select(("train", variants["train"], weights_frozen), ("infer", variants["infer"], weights_frozen))
 
-    def _select_for(self, target: Target, selected: _Selected) -> None:
-        for dispatcher in self._dispatchers[target]:
-            dispatcher.selected = self._call_of(target, dispatcher, selected)
+    def _select(self, *selected: _Selected) -> None:
+        if self._selected != selected:  # skip most steps, because a change takes 10 µs for each target
+            self._selected = selected
+            for target in self._dispatchers:
+                self._select_for(target)
 
-    def _call_of(self, target: Target, dispatcher: Dispatcher, selected: _Selected) -> Callable[..., Any]:
+    def _select_for(self, target: Target) -> None:
+        for dispatcher in self._dispatchers[target] if self._selected else ():
+            calls = [self._call_of(target, dispatcher, *selected) for selected in self._selected]
+            dispatcher.selected = calls[0] if len(calls) == 1 else functools.partial(_call_by_grad_mode, *calls)
+
+    def _call_of(
+        self, target: Target, dispatcher: Dispatcher, phase: Phase, variant: Variant, weights_frozen: bool
+    ) -> Callable[..., Any]:
         """Return the function that a target runs in a phase."""
-        (phase, variant, weights_frozen), config = selected, selected.variant.config
         if phase in self._uncompiled:
             return dispatcher.compiled_by_user or dispatcher.eager
+        observed, config = self.observed.of(target.name, phase), variant.config
         if config is None:
-            return self._observed.of(target.name, phase).recording(dispatcher.eager, dispatcher.callee.module)
+            return observed.recording(dispatcher.eager)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target, variant)
         key = target, phase, variant.name, frozen
         if (compiled := self._compiled_targets.get(key)) is None:
             settings = self._settings if phase in self._decided or not variant.name else self._settings.for_trial()
             settings = replace(settings, may_guess=not variant.healed)
             log = TargetLog(CompileKey(target.name, phase, variant.name), self._recorder, settings, self._warn)
-            observed = self._observed.of(target.name, phase)
-            compiled = CompiledTarget(target, config, log, observed, frozen=frozen)
-            self._compiled_targets[key] = compiled
+            compiled = self._compiled_targets[key] = CompiledTarget(target, config, log, observed, frozen=frozen)
         return functools.partial(compiled.call, dispatcher.callee)
 
     def _can_freeze(self, target: Target, variant: Variant) -> bool:
-        member = target.members[0]
-        if member.sharded:
-            reason: str | None = WEIGHTS_ARE_SHARDED
-        elif target.shares_code:
-            reason = "repeated blocks share a graph, but not their weights"
-        else:
-            reason = unwatchable_reason(member.module)
-        if reason is not None:
-            key = CompileKey(target.name, "infer", variant.name)
-            message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-            if all(event.reason != message for event in self._recorder.events_of(key, "freezing")):
-                self._recorder.record("freezing", key, reason=message, show=False)
-            # Nobody asked for the candidates of "auto". Of sharded weights, one rank warns when the run begins.
-            if variant.name is None and not member.sharded:
-                self._warn.warn("CC204", message, about=(reason, "freezing"))
-        return reason is None
+        if target.members[0].sharded:
+            return False  # the session warns about it
+        if (reason := unwatchable_reason(target)) is None:
+            return True
+        key = CompileKey(target.name, "infer", variant.name)
+        message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
+        if all(event.reason != message for event in self._recorder.events_of(key, "freezing")):
+            self._recorder.record("freezing", key, reason=message, show=False)
+        if variant.name is None:  # nobody asked for the candidates of "auto"
+            self._warn.warn("CC204", message, about=(reason, "freezing"))
+        return False
 
     # ------------------------------------------------------------------------------------------ compiled code
 
@@ -177,7 +164,7 @@ class PhaseSwitch:
             compiled.log.settings = self._settings  # its next call issues its warnings
 
     def free_compiled(self) -> None:
-        """Free the memory of all compiled code. The next call of a target compiles it again."""
+        """Free all compiled code. The next call of a target compiles it again."""
         for compiled in self.compiled_targets():
             compiled.backend.free()
         gc.collect()  # generated code has reference cycles
@@ -195,12 +182,5 @@ class PhaseSwitch:
             gc.collect()  # generated code has reference cycles
 
 
-def _dispatchers_of(target: Target) -> list[Dispatcher]:
-    return [Dispatcher(member) for member in target.members]
-
-
-def _by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)
-
-    return call
+def _call_by_grad_mode(train: Callable[..., Any], infer: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return train(*args, **kwargs) if torch.is_grad_enabled() else infer(*args, **kwargs)

@@ -31,13 +31,6 @@ class TargetSearch:
 
     While a target runs, no probe stands beneath it, so that Dynamo traces none and eager calls take no longer. After
     the step in which the target was first called, these probes are removed from the phase for good.
-
-    Args:
-        root: The module of the session.
-        switch: The switch that has the targets.
-        warn: Issues the warnings.
-        searched: The phases in which the search finds targets.
-        resolve: Returns the named targets of a changed module.
     """
 
     def __init__(
@@ -46,8 +39,8 @@ class TargetSearch:
         switch: PhaseSwitch,
         warn: WarnOnce,
         *,
-        searched: Collection[Phase],
-        resolve: Callable[[], Sequence[Target]] | None,
+        searched: Collection[Phase],  # the phases in which the search finds targets
+        resolve: Callable[[], Sequence[Target]] | None,  # returns the named targets of a changed module
     ) -> None:
         self.in_step = False
         """Whether a step is running. Calls of hooks between the steps are not recorded."""
@@ -55,7 +48,6 @@ class TargetSearch:
         """The targets that the running step has called for the first time in the phase."""
         self._root, self._switch, self._warn, self._searched, self._resolve = root, switch, warn, searched, resolve
         self._tree = _tree(root)
-        self._eager = False
         self._phase: Phase | None = None
         self._probes: dict[Phase | None, dict[CallProbe, None]] = {}
         self._in_method: list[CallProbe] | None = None  # the probes that a running method called
@@ -70,14 +62,13 @@ class TargetSearch:
     def step_begins(self, phase: Phase, *, first: bool, eager: bool) -> None:
         """Begin a step. At the ``first`` step of a stage or an epoch, look for changes of the module."""
         if first or phase != self._phase:
-            with self._without_failures():
-                if first and self._resolve is not None and _tree(self._root) != self._tree:
-                    self._look_up(self._resolve)
-                if phase != self._phase:
-                    self._change_phase(phase)
+            if first and self._resolve is not None and _tree(self._root) != self._tree:
+                self._look_up(self._resolve)
+            if phase != self._phase:
+                self._change_phase(phase)
         if not eager:  # a method becomes a target in an eager step only
             self._drop([probe for probe in self._standing if probe.callee.method is not None])
-        self.in_step, self._eager = True, eager
+        self.in_step = True
 
     def step_ends(self) -> None:
         """End a step, and remove the probes beneath the targets that it called."""
@@ -159,29 +150,24 @@ class TargetSearch:
         The call of the root hides its children, which later steps may call, so they become targets, too.
         """
         callees = [standing.callee for standing in self._standing]
-        with self._without_failures(), self._removed(self._standing):
-            groups = [with_equal_blocks(probe.callee, callees)]
-            if probe.callee.module is self._root:
-                children = set(self._root.children())
-                groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
-            for alike in groups:
-                self._switch.add(group_targets(self._root, self._new_parts(alike)))
+        try:
+            with self._removed(self._standing):
+                groups = [with_equal_blocks(probe.callee, callees)]
+                if probe.callee.module is self._root:
+                    children = set(self._root.children())
+                    groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
+                for alike in groups:
+                    self._switch.add(group_targets(self._root, self._new_parts(alike)))
+        except Exception as error:  # costs a target, and never the run
+            if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
+                raise
+            reason = in_one_line(describe_failure(error))
+            self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
     def _new_parts(self, callees: Iterable[Callee]) -> list[Callee]:
         """Return what torch can compile of called modules and methods, without what is a target already."""
         known = {_key(member) for target in self._switch.targets for member in target.members}
         return [part for callee in callees for part in compilable_parts(callee) if _key(part) not in known]
-
-    @contextlib.contextmanager
-    def _without_failures(self) -> Iterator[None]:
-        """Warn about an exception in the search. It costs a target, and never the run."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
-                raise
-            reason = in_one_line(describe_failure(error))
-            self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
     # ------------------------------------------------------------------------------------------ probes
 

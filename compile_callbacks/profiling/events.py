@@ -25,7 +25,6 @@ EVENT_KINDS = {
     "pass_skipped": EventKindInfo("Graph passes skipped"),
     "freezing": EventKindInfo("Weights not frozen"),
     "template": EventKindInfo("Templates that fell back"),
-    "dynamo_setting": EventKindInfo("Settings of Dynamo for this target"),
     "cache": EventKindInfo("Loads from torch's cache"),
     "foreground": EventKindInfo("Not compiled in the background", "{target} compiles in the foreground: {reason}"),
     "background": EventKindInfo("Compiled in the background", "the compiled code of {target} is loaded"),

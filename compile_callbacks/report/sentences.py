@@ -115,8 +115,6 @@ def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
         verdict, details = describe_verdict(phase, report), report.diagnostics
         reasons = [(f"{trial['candidate']} {trial['verdict']}", trial["reason"]) for trial in details.trials]
         found = [f"{what}: {reason}" for what, reason in reasons if reason and reason not in verdict]
-        settings = [event for event in details.events if event["kind"] == "dynamo_setting"]
-        found += [f"{event['target']}: {event['reason']}" for event in settings]
         found += [f"{_count(calls, 'call')} of {name} ran eagerly" for name, calls in details.eager_calls.items()]
         lines += [f"{phase}: {note}" for note in found]
     return lines

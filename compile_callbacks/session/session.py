@@ -19,7 +19,6 @@ from compile_callbacks._utils.errors import WarnOnce, with_code
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import CompileCache, ModelRecord, conditions, model_fingerprint
-from compile_callbacks.calls.observed_calls import CallRecords
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.inductor_config import EAGER_VARIANT
@@ -69,14 +68,12 @@ class Session:
         self._model_record: ModelRecord | None = None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=CompileProgress(print_line), mode_arguments=arguments.mode_arguments)
-        self._observed = CallRecords()
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,
             recorder=self._recorder,
             settings=settings,
             warn=warn,
-            observed=self._observed,
         )
         self._phases = {
             phase: PhaseRun(
@@ -155,7 +152,7 @@ class Session:
             self._cache.begin()
             self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
             known = self._model_record.load()
-            self._observed.restore(known["shapes"])
+            self._switch.observed.restore(known["shapes"])
             self._recorder.progress.restore(known["compile_seconds"])
         self._recorder.listen()
         self._switch.install()
@@ -384,7 +381,7 @@ class Session:
 
     def _save_record(self) -> None:
         if self._model_record is not None:
-            for phase, varying in self._observed.state().items():
+            for phase, varying in self._switch.observed.state().items():
                 self._model_record.update("shapes", phase, varying)
             for phase, seconds in self._recorder.progress.state().items():
                 self._model_record.update("compile_seconds", phase, seconds)
