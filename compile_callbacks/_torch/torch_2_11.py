@@ -59,9 +59,14 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
             calls = parent.graph.find_nodes(op="call_function", target=apply)
             graphs += [getattr(parent, call.args[0].target).graph for call in calls]
     # The second entry of an output contains the saved tensors.
-    outputs = [[node.meta["example_value"].untyped_storage()._cdata
-                for node in graph.output_node().args[0][0] if "example_value" in getattr(node, "meta", ())]
-               for graph in graphs]
+    outputs = [
+        [
+            node.meta["example_value"].untyped_storage()._cdata
+            for node in graph.output_node().args[0][0]
+            if "example_value" in getattr(node, "meta", ())
+        ]
+        for graph in graphs
+    ]
     return any(len(set(memory)) < len(memory) for memory in outputs)
 
 

@@ -189,9 +189,9 @@ class CompiledFunction:
                 is_second = self._observed.is_second_set(call.args, call.kwargs)
                 if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
                     self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
-            if self._config.dynamic is not False and len(self._target.members) == 1:
-                # An integer attribute that changes, such as a count of the calls, becomes an input at the recompile.
-                settings.setdefault("allow_unspec_int_on_nn_module", True)
+                if len(self._target.members) == 1:
+                    # An integer attribute that changes, such as a count of the calls, becomes an input at a recompile.
+                    settings.setdefault("allow_unspec_int_on_nn_module", True)
             draws = stack.enter_context(
                 _torch.dynamo.trace_settings(
                     settings,
