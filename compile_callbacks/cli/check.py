@@ -28,9 +28,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.report / FILE_NAME if args.report.is_dir() else args.report
     try:
         if args.write:
-            contract, left_out = make_contract(read_record(path))
+            contract = make_contract(read_record(path))
             args.against.write_text(json.dumps(contract, indent=2) + "\n")
-            sys.stderr.writelines(f"compile-callbacks check: left out {line}\n" for line in left_out)
             return 0
         contract = read_contract(args.against)
         record = read_record(path, contract.get("call"))
@@ -44,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
     if contract.get("torch", torch) != torch:
         notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")
     if args.json:
-        data = {"breaches": [breach._asdict() for breach in breaches], "missing": missing, "notes": notes}
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        sys.stdout.write(json.dumps({"breaches": breaches, "missing": missing, "notes": notes}, indent=2) + "\n")
     else:
-        sys.stdout.writelines(f"{breach}\n" for breach in breaches)
+        for breach in breaches:
+            rounded = {name: f"{x:.4g}" if isinstance(x, float) else x for name, x in breach.items()}
+            sys.stdout.write("{phase}.{figure}: {value}, allowed {allowed}: {reason}\n".format(**rounded))
         sys.stderr.writelines(f"compile-callbacks check: {line}\n" for line in (*notes, *missing))
     return 1 if breaches else 2 if missing else 0

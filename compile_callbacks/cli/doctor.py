@@ -43,15 +43,13 @@ _FIXES = {
 """The fix for the first pattern that occurs in the cause of a failed compile."""
 
 _PACKAGES = {
-    "torch": ("this library does not run", "torch"),
-    "torchvision": ("`import lightning` and InductorCompile fail", "torch torchvision"),
-    "triton": ("modules on a GPU run uncompiled", "torch"),
-    "lightning": ("InductorCompile cannot be imported", "lightning"),
-    "tensorboard": ("a TensorBoardLogger gets no report", "tensorboard"),
+    "torch": "this library does not run",
+    "torchvision": "`import lightning` and InductorCompile fail",
+    "triton": "modules on a GPU run uncompiled",
+    "lightning": "InductorCompile cannot be imported",
+    "tensorboard": "a TensorBoardLogger gets no report",
 }
-"""The features that fail without a package, and the packages to install."""
-
-_OPTIONAL = {"torchvision": "the examples need it", "triton": "only GPUs need it"}
+"""What fails without each package."""
 
 
 class Check(NamedTuple):
@@ -66,14 +64,14 @@ class Check(NamedTuple):
 def check_package(package: str) -> Check:
     """Check that a package is installed and importable. pip checks that it is new enough."""
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
-    if version is None and package in _OPTIONAL:
-        return Check("ok", f"not installed; {_OPTIONAL[package]}")
+    if version is None and package in ("torchvision", "triton"):
+        return Check("ok", "not installed, and needed for the examples or a GPU only")
     try:
         importlib.import_module(package)  # fails if torchvision was built for another torch
     except Exception as error:
         problem = f"{version or 'not installed'}, cannot be imported: {in_one_line(describe_failure(error))}"
-        impact, packages = _PACKAGES[package]
-        return Check("failed", problem, impact, f"pip install --force-reinstall {packages}, all from one index")
+        fix = f"pip install --force-reinstall {' '.join(dict.fromkeys(('torch', package)))}, all from one index"
+        return Check("failed", problem, _PACKAGES[package], fix)
     return Check("ok", version or "installed")
 
 

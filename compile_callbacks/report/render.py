@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.profiling.events import EVENT_KINDS
@@ -43,50 +43,38 @@ def _trial(trial: Mapping[str, Any]) -> str:
     return ("" if trial["median_ms"] is None else f"{trial['median_ms']:.2f} ms, ") + str(trial["verdict"])
 
 
-class Section(NamedTuple):
-    """A table with details of a report."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def sections(phases: Mapping[Phase, PhaseReport]) -> list[Section]:
-    """Return tables of the reasons for the counts, and of graph passes. Omit empty tables."""
+def details_to_text(phases: Mapping[Phase, PhaseReport]) -> str:
+    """Return a line for each different event with a reason, by kind, and for each run of a graph pass."""
     titles = {kind: info.title for kind, info in EVENT_KINDS.items()} | _RESULTS
-    reasons: dict[str, Counter[tuple[str, ...]]] = {kind: Counter() for kind in titles}
-    passes = []
+    lines: dict[str, Counter[str]] = {kind: Counter() for kind in titles}
     for phase, report in phases.items():
         for event in report.diagnostics.events:
             kind = event.get("verdict") or event["kind"]  # only the kind "verify" has a verdict
-            if event.get("reason") and kind in reasons:  # a newer version of this library may know other kinds
-                where = f"{event['file']}:{event.get('line', '?')}" if event.get("file") else NOTHING
+            if event.get("reason") and kind in lines:  # a newer version of this library may know other kinds
+                where = f" ({event['file']}:{event.get('line', '?')})" if event.get("file") else ""
                 reason = "; ".join(filter(None, (event["reason"], event.get("fix"))))
-                reasons[kind][phase, event["target"], where, reason] += 1
-        passes += [(phase, *_pass_row(run)) for run in report.diagnostics.passes]
-    columns = ("phase", "target", "times", "where", "reason")
-    tables = [
-        Section(titles[kind], columns, [(*row[:2], str(times), *row[2:]) for row, times in counts.items()])
-        for kind, counts in reasons.items()
-    ]
-    tables.append(Section("Graph passes", ("phase", "target", "pass", "hook point", "graph", "nodes", "ms"), passes))
-    return [table for table in tables if table.rows]
+                lines[kind][f"{phase}: {event['target']}{where}: {' '.join(reason.split())}"] += 1
+    passes = [f"{phase}: {_pass_run(run)}" for phase, report in phases.items() for run in report.diagnostics.passes]
+    parts = [(titles[kind], counts) for kind, counts in lines.items()] + [("Graph passes", Counter(passes))]
+    return "\n\n".join(
+        "\n".join([title, *(f"  {line}" + f" ({times} times)" * (times > 1) for line, times in counts.items())])
+        for title, counts in parts
+        if counts
+    )
 
 
-def _pass_row(run: Mapping[str, Any]) -> tuple[str, ...]:
-    graph, nodes, ms = NOTHING, "did not run: torch's cache has the graph with the pass applied", NOTHING
-    if not run.get("from_cache"):
-        after = f" to {run['nodes_after']}" if run["changed"] else ", changed nothing"
-        graph, nodes, ms = run["graph"], f"{run['nodes_before']}{after}", f"{run['seconds'] * 1000:.1f}"
-    return run["target"], run["name"], run["hook"], graph, nodes, ms
+def _pass_run(run: Mapping[str, Any]) -> str:
+    about = f"{run['name']} ({run['hook']}, {run['target']})"
+    if run.get("from_cache"):
+        return f"{about} did not run: torch's cache has the graph with the pass applied"
+    after = f"changed {run['nodes_before']} nodes to {run['nodes_after']}" if run["changed"] else "changed nothing"
+    return f"{about} {after} in the {run['graph']} graph, in {run['seconds'] * 1000:.1f} ms"
 
 
 # ------------------------------------------------------------------------------------------ plain text
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, title: str | None = None, numbers: bool = False
-) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, numbers: bool = False) -> str:
     """Render a table as plain text without trailing spaces. With ``numbers``, all columns but the first are aligned."""
     from rich.box import Box  # imported here, because a process that prints no table does not need rich
     from rich.console import Console
@@ -95,8 +83,7 @@ def _table(
 
     line, file = "    \n", io.StringIO()
     rule_below_the_head = Box(line * 2 + " -- \n" + line * 5, ascii=True)
-    table = Table(title=title and Text(title), title_justify="left", box=rule_below_the_head, show_edge=False)
-    table.pad_edge = False
+    table = Table(box=rule_below_the_head, show_edge=False, pad_edge=False)
     for index, name in enumerate(head):
         justify: Any = "right" if numbers and index > 0 else "left"
         table.add_column(Text(name), justify=justify, max_width=_CELL_WIDTH if numbers else None, overflow="fold")
@@ -126,14 +113,9 @@ def to_plain_text(phases: Mapping[Phase, PhaseReport], width: int = _UNLIMITED) 
     return "\n".join([*lines, f"next: {todo}"] if (todo := next_step(phases)) else lines)
 
 
-def details_to_text(phases: Mapping[Phase, PhaseReport], width: int = _PLAIN_TEXT_WIDTH) -> str:
-    """Render the tables with the details of a report as plain text."""
-    return "\n\n".join(_table(table.head, table.rows, width, title=table.title) for table in sections(phases))
-
-
 def print_report(phases: Mapping[Phase, PhaseReport], *, details: bool = False) -> None:
     """Print a report, and the tables with its ``details``."""
     sys.stdout.write(f"\ntorch.compile report\n{to_plain_text(phases, _width(_UNLIMITED))}\n\n")
-    if details and (text := details_to_text(phases, _width(_PLAIN_TEXT_WIDTH))):
+    if details and (text := details_to_text(phases)):
         sys.stdout.write(f"{text}\n\n")
     sys.stdout.flush()

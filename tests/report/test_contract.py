@@ -128,10 +128,13 @@ def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(record, 
         (lambda c, r: c["train"].update(graphs="1"), "train.graphs='1' has the wrong type"),
         (lambda c, r: c["train"]["graph_breaks"].update(x=True), "train.graph_breaks.x=True has the wrong type"),
         (lambda c, r: c.update(margin=-1), "margin=-1 must be a number from 0 on"),
-        (lambda c, r: c.update(margin=float("nan")), "margin=nan must be finite"),
-        (lambda c, r: c["train"].update(targets=[[1]]), "train.targets must be a list of names"),
+        (lambda c, r: c.update(margin=float("nan")), "margin=nan has the wrong type, or is not finite"),
+        (lambda c, r: c["train"].update(targets=[[1]]), "train.targets.0=[1] has the wrong type"),
         (lambda c, r: [c.pop(phase) for phase in ("train", "infer")], "checks nothing"),
-        (lambda c, r: c["train"].update(speedup=float("nan")), "train.speedup=nan must be finite"),
+        (
+            lambda c, r: c["train"].update(speedup=float("nan")),
+            "train.speedup=nan has the wrong type, or is not finite",
+        ),
         (lambda c, r: r.pop("environment"), "the record is damaged: KeyError: 'environment'"),
         (lambda c, r: c.update(version=2), "version=2, but this library reads version 1"),
         (lambda c, r: c.update(call="test"), "contains no record of a call of test"),
@@ -172,7 +175,6 @@ def test_figures_without_certainty_are_no_breach(record, contract, tmp_path, che
     train["diagnostics"]["speedup_interval"] = [0.48, 1.8]
     assert check(record, contract) == []
     check(record, {}, "--write")
-    assert "left out train.speedup, because step times vary by more than the margin" in check.stderr
     assert "speedup" not in json.loads((tmp_path / "contract.json").read_text())["train"]
 
 
