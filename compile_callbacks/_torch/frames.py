@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,12 +42,6 @@ def skipped(result: Any) -> str | None:
         return None
     reason = getattr(result, "skip_reason", None) or "torch skips its code"  # before torch 2.13, torch only logs it
     return "torch finds no tensor operation in its code" if "No ops traced" in reason else reason
-
-
-def resumes_at(code: types.CodeType) -> tuple[str, int] | None:
-    """Return the file and the line of the graph break after which Dynamo generated a function, or ``None``."""
-    match = re.fullmatch(r"torch_dynamo_resume_in_.*_at_(\d+)", code.co_name)
-    return (code.co_filename, int(match[1])) if match else None
 
 
 def compile_function(

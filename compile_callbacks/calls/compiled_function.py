@@ -113,7 +113,7 @@ class CompiledFunction:
         if resets is None or (resets == recorder.executions.resets and self._runs_miss_eagerly()):
             return _torch.frames.run_frame_eagerly()
         call = log.eventful_call()
-        call.compiles, call.code = True, frame.code
+        call.compiles = True
         try:
             with self._tracing(call):
                 result = frame.convert()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 from compile_callbacks._utils.messages import in_one_line
@@ -25,55 +24,53 @@ class Recompile(NamedTuple):
     fix: str | None = None  # advice that avoids the recompile
 
 
-def explain_recompile(torchs_reason: str, mode_argument: str = "mode") -> Recompile:
-    """Translate a failed guard of torch 2.11 to 2.15 that training often causes, and return torch's text of others.
+_DYNAMIC = '{mode}={{"dynamic": True}}'
+_DROP_LAST = f"drop_last=True in the DataLoader, or {_DYNAMIC}, avoids it"
+_TENSOR, _NUMBER = r"tensor '(?P<what>.*)' ", r" == (?P<was>-?\d\S*)$"
+_SIZE = _TENSOR + "size mismatch at index "
+_GUARDS: tuple[tuple[str, str, str | None], ...] = (
+    (_SIZE + r"0\. expected (?P<was>\d+), actual (?P<now>\d+)", "batch size {now}, was {was}, of {what}", _DROP_LAST),
+    (_SIZE + r"(?P<dimension>\d+)\. expected (?P<was>\d+), actual (?P<now>\d+)",
+     "dimension {dimension} of {what}: {now}, was {was}", f"{_DYNAMIC} avoids it"),
+    (r"(?P<least>\d+) <= (?P<what>.+)\.size\(\)\[0\]$", "batch size of {what} below {least}", _DROP_LAST),
+    (_TENSOR + r"dtype mismatch\. expected (?P<was>\w+), actual (?P<now>\w+)",
+     "dtype of {what}: {now}, was {was}", None),
+    (_TENSOR + r"requires_grad mismatch\. expected requires_grad=1", "{what} no longer requires grad", None),
+    (_TENSOR + r"requires_grad mismatch\. expected requires_grad=0", "{what} now requires grad", None),
+    (_TENSOR + r"dispatch key set mismatch\. expected .*Autograd.*, actual (?!.*Autograd)",
+     f"{{what}} {OTHER_GRAD_MODE}", "Trainer(inference_mode=False) avoids it"),
+    (r"(?P<what>.+)\.training == True$", "{what} is in eval mode, was in train mode", None),
+    (r"(?P<what>.+)\.training == False$", "{what} is in train mode, was in eval mode", None),
+    (r"(?P<what>___stack\d+)" + _NUMBER, "value of {what}: no longer {was}", "removing the graph break avoids it"),
+    (r"(?P<what>\S*module\S+)" + _NUMBER, "value of {what}: no longer {was}", "a buffer in its place avoids it"),
+    (r"(?P<what>[\w\[\]'.]+)" + _NUMBER, "value of {what}: no longer {was}", "passing a tensor avoids it"),
+    # In the hooks of Lightning's profiler.
+    (r"(?P<what>record_name) == ", "{guard}", "profiler=PyTorchProfiler(record_module_names=False) avoids it"),
+)  # fmt: skip
+"""The pattern of a failed guard of torch 2.11 to 2.15 that training often causes, a plain sentence, and advice."""
+
+
+def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") -> Recompile:
+    """Translate a failed guard, and return torch's text of a guard that `_GUARDS` does not contain.
 
     Example::
 
         >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8").reason
         'batch size 8, was 32'
     """
+    if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
+        return Recompile("torch gives no reason")
     first_line = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first_line.split("  #")[0].strip())
-    dynamic = f'{mode_argument}={{"dynamic": True}}'
-    drop_last = f"drop_last=True in the DataLoader, or {dynamic}, avoids it"
-    if match := re.match(r"tensor '(.*)' size mismatch at index (\d+)\. expected (\d+), actual (\d+)", guard):
-        tensor, (dimension, before, now) = _subject(match[1]), match.groups()[1:]
-        if dimension != "0":
-            return Recompile(f"dimension {dimension} of {tensor}: {now}, was {before}", f"{dynamic} avoids it")
-        return Recompile(
-            f"batch size {now}, was {before}{'' if tensor == 'argument 0' else f', of {tensor}'}", drop_last
-        )
-    if match := re.fullmatch(r"(\d+) <= (.+)\.size\(\)\[0\]", guard):
-        return Recompile(f"batch size of {_subject(match[2])} below {match[1]}", drop_last)
-    if match := re.match(r"tensor '(.*)' dtype mismatch\. expected (\w+), actual (\w+)", guard):
-        return Recompile(f"dtype of {_subject(match[1])}: {match[3].lower()}, was {match[2].lower()}")
-    if match := re.match(r"tensor '(.*)' requires_grad mismatch\. expected requires_grad=(\d)", guard):
-        return Recompile(f"{_subject(match[1])} {'no longer' if match[2] == '1' else 'now'} requires grad")
-    keys = r"tensor '(.*)' dispatch key set mismatch\. expected .*Autograd.*, actual (?!.*Autograd)"
-    if match := re.match(keys, guard):
-        return Recompile(f"{_subject(match[1])} {OTHER_GRAD_MODE}", "Trainer(inference_mode=False) avoids it")
-    if match := re.fullmatch(r"(.+)\.training == (True|False)", guard):
-        now, before = ("eval", "train") if match[2] == "True" else ("train", "eval")
-        return Recompile(f"{_subject(match[1])} is in {now} mode, was in {before} mode")
-    if match := re.fullmatch(r"([\w\[\]'.]+) == (-?\d\S*)", guard):
-        value = _subject(match[1])
-        fix = "a buffer in its place avoids it" if value.startswith("'") else "passing a tensor avoids it"
-        return Recompile(f"value of {value}: no longer {match[2]}", fix)
-    if guard.startswith("record_name == "):  # in the hooks of Lightning's profiler
-        return Recompile(guard, "profiler=PyTorchProfiler(record_module_names=False) avoids it")
+    for pattern, reason, fix in _GUARDS:
+        if match := re.match(pattern, guard):
+            values = match.groupdict() | {"what": _subject(match["what"]), "guard": guard}
+            if reason.startswith("dtype"):
+                values |= {name: values[name].lower() for name in ("was", "now")}
+            return Recompile(
+                reason.format(**values).removesuffix(", of argument 0"), fix and fix.format(mode=mode_argument)
+            )
     return Recompile(guard)
-
-
-def at_graph_break(recompile: Recompile, file: str, line: int, reason: str | None) -> Recompile:
-    """Name the graph break in the explanation of a recompile behind it, if a result at the break caused the recompile.
-
-    An example of such a result is the number of ``.item()``.
-    """
-    if _RESULT not in recompile.reason:
-        return recompile
-    text = recompile.reason.removeprefix("value of ").replace(_RESULT, f"{_RESULT} in {Path(file).name}:{line}")
-    return Recompile(text, f"removing the graph break{f' ({short_reason(reason)})' if reason else ''} avoids it")
 
 
 def short_reason(reason: str) -> str:

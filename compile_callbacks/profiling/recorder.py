@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, at_graph_break, explain_recompile
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
 
 
 class CallInProgress:
@@ -31,7 +30,6 @@ class CallInProgress:
     missed = False  # whether none of the target's graphs fits this call; other targets then run eagerly within it
     compiles = False  # whether Dynamo traced a frame, so that frames without a graph that fits are traced, too
     partly_eager = False  # whether a part of the call ran eagerly
-    code: types.CodeType | None = None  # of the frame that Dynamo converts
 
     eventful = False  # whether any attribute below differs from its default
     traced = False  # whether Dynamo traced a frame
@@ -149,7 +147,7 @@ class CompileRecorder:
         if (key := self._keys.get(args.compile_id)) is None:
             return
         if trigger == "DYNAMO" and (reason := _torch.events.recompile_reason()):
-            explained = self._explain(key, reason)
+            explained = explain_recompile(reason, self.mode_arguments[key.phase])
             if OTHER_GRAD_MODE in explained.reason:
                 calling.other_grad_mode = explained, _torch.events.cache_hits()
             else:
@@ -183,7 +181,7 @@ class CompileRecorder:
     def limit_reached(self, key: CompileKey) -> None:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if all(event.code != "CC103" for event in self.events_of(key, "fallback")):
-            last = self._explain(key, _torch.events.last_recompile_reason())
+            last = explain_recompile(_torch.events.last_recompile_reason(), self.mode_arguments[key.phase])
             reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
             self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
 
@@ -206,17 +204,6 @@ class CompileRecorder:
     def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:
         """Return the events of a kind about a target."""
         return [event for event in self.events if event.kind == kind and event.key == key]
-
-    def _explain(self, key: CompileKey, torchs_reason: str | None) -> Recompile:
-        if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
-            return Recompile("torch gives no reason")
-        explained = explain_recompile(torchs_reason, self.mode_arguments[key.phase])
-        call = self.calling.current
-        if call is None or call.code is None or (where := _torch.frames.resumes_at(call.code)) is None:
-            return explained
-        breaks = self.events_of(key, "graph_break")
-        reason = next((event.reason for event in breaks if (event.file, event.line) == where), None)
-        return at_graph_break(explained, *where, reason)
 
     def part_runs_eagerly(self) -> None:
         """Note that a part of the running call runs eagerly."""

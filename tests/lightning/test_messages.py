@@ -136,7 +136,7 @@ OFF = "TORCH_COMPILE_DISABLE is set"
 ONLY_IN_HOOK = f"CC101 ^target 'other' ran in the train phase without a compiled graph: {FLOPS}"
 LIMIT_IN_VALIDATION = "CC103 ^target 'net' reached torch's recompile limit in the infer phase"
 COUNTER = r"CC103 value of 'calls': no longer.*a buffer in its place avoids it \[CC103"
-ITEM = r"\(a result at the graph break in test_messages.py:.*Tensor\.item\(\)"
+ITEM = r"\(value of a result at the graph break: no longer .*removing the graph break avoids it"
 # Calls within a transform are counted and give no sample, and the other calls are compiled.
 TRANSFORM = {"graphs": 1, "diagnostics.eager_calls": {"net": 8}, "diagnostics.steps.compiled": 8}
 TRANSFORM |= {"diagnostics.compiled_samples": 0, "verdict": "too few samples"}
