@@ -5,7 +5,6 @@ A *sample* is the time of a step that may be compared with other samples.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -16,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from compile_callbacks._utils.phases import EAGER, WAITING, Phase
-from compile_callbacks._utils.signatures import TensorSignature
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, Variant
 from compile_callbacks.profiling.clock import Span
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, Comparison, compare
@@ -38,14 +36,11 @@ StepKind = Literal["eager", "compiled"]
 
 
 class Workload(NamedTuple):
-    """The conditions of a step. Two steps can be compared if their workloads are equal.
-
-    ``kind`` contains gradient accumulation, the structure and dtypes of the batch, and the set of trained weights.
-    """
+    """The conditions of a step. Two steps can be compared if their workloads are equal."""
 
     stage: str  # the stage and the number of its dataloader
-    kind: str = ""
-    shapes: tuple[tuple[int, ...], ...] = ()
+    kind: str = ""  # gradient accumulation, precision, and the set of trained weights
+    shapes: Any = ()  # the signature of the batch: its structure, and the shapes and dtypes of its tensors
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,27 +62,6 @@ class Step:
     is_sample: bool = False  # whether its time may be compared with other steps of the workload
     span: Span | None = None  # the time of the step, or ``None`` if the step is not timed
     ms: float | None = None  # the same, after the GPU has passed the end
-
-
-@functools.lru_cache(maxsize=1024)  # because each timed step calls this, and small steps are CPU-bound
-def workload_of(stage: str, conditions: str, batch_signature: Any) -> Workload:
-    """Return the workload of a step from the signature of its batch."""
-    shapes: list[tuple[int, ...]] = []
-    kind = _without_sizes(batch_signature, shapes)
-    return Workload(stage, f"{conditions}, {kind!r}" if conditions else repr(kind), tuple(shapes))
-
-
-def _without_sizes(batch_signature: Any, shapes: list[tuple[int, ...]]) -> Any:
-    """Return a signature without sizes and repeated entries, and append the sizes to ``shapes``."""
-    if isinstance(batch_signature, TensorSignature):
-        shapes.append(batch_signature.shape)
-        return batch_signature._replace(shape=(0,) * len(batch_signature.shape))
-    if not isinstance(batch_signature, tuple):
-        return batch_signature
-    without_sizes = [_without_sizes(entry, shapes) for entry in batch_signature]
-    if all(isinstance(entry, type) for entry in batch_signature):  # no tensors, for example a list of strings
-        shapes.append((len(batch_signature),))
-    return tuple(dict.fromkeys(without_sizes))
 
 
 class StepTimes(NamedTuple):
@@ -228,7 +202,7 @@ class PhaseTimes:
         since[variant] = 0 if step.compiling else since[variant] + 1
         return since[variant] > WARMUP_STEPS
 
-    def _is_known(self, step: Step, shapes: tuple[tuple[int, ...], ...]) -> bool:
+    def _is_known(self, step: Step, shapes: Any) -> bool:
         """Return whether an earlier step of the same kind had these shapes."""
         key = hash((step.variant.name, step.kind, shapes))
         is_known = not shapes or key in self._shapes
@@ -320,19 +294,15 @@ class PhaseTimes:
         lists contain windows of steps that are spread evenly over the run.
         """
         self._read(wait=False)
-        points: defaultdict[tuple[str, str | None], list[Step]] = defaultdict(list)
+        points: defaultdict[tuple[str, str | None], list[tuple[int, float]]] = defaultdict(list)
         for key, record in self._records.items():
             kind, candidate = "compiling" if key.compiling else key.kind, None if key.variant == EAGER else key.variant
-            points[kind, candidate] += [s for window in record.windows for s in window if s.ms is not None]
+            timed = itertools.chain(*record.windows)
+            points[kind, candidate] += [(s.number, float(f"{s.ms:.4g}")) for s in timed if s.ms is not None]
         return tuple(
-            {
-                "kind": kind,
-                "candidate": candidate,
-                "steps": [step.number for step in sorted(steps, key=lambda step: step.number)],
-                "ms": [float(f"{step.ms:.4g}") for step in sorted(steps, key=lambda step: step.number)],
-            }
-            for (kind, candidate), steps in points.items()
-            if steps
+            {"kind": kind, "candidate": candidate, "steps": [n for n, _ in ordered], "ms": [ms for _, ms in ordered]}
+            for (kind, candidate), unsorted in points.items()
+            if (ordered := sorted(unsorted))
         )
 
     def _read(self, *, wait: bool) -> None:

@@ -19,7 +19,7 @@ from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent
 from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
-from compile_callbacks.profiling.step_times import PhaseTimes, Step, workload_of
+from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
 from compile_callbacks.tuning.candidates import CompileFacts, Verdict
 from compile_callbacks.tuning.contest import Contest
 from compile_callbacks.tuning.ranks import Ranks
@@ -168,7 +168,7 @@ class PhaseRun:
             if step.first or step.compiling or stage is not self._conditions[0]:
                 self._conditions = stage, self._describe_conditions(step, stage)
             conditions = f"{accumulated}, {self._conditions[1]}" if accumulated else self._conditions[1]
-            step.workload = workload_of(loader, conditions, signature(batch))
+            step.workload = Workload(loader, conditions, signature(batch))
             if step.first or step.compiling:
                 self._conditions = None, ""  # because the next step may differ
         self.times.end(step, loader)

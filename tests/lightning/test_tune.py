@@ -220,7 +220,7 @@ def test_auto_has_dynamic_candidates_if_shapes_vary():
 
 def test_the_usual_workload_is_compared():
     def ms(candidate, workload):
-        return {"eager": (10, 1), A: (5, 20)}[candidate][workload.shapes[0][0] == 3]
+        return {"eager": (10, 1), A: (5, 20)}[candidate][workload.shapes[0].shape[0] == 3]
 
     tuned = Tuned(ms, sizes=[8] * 6 + [3] * 4)
     assert (tuned.mode, tuned.trials[A]["median_ms"]) == (A, pytest.approx(5))
