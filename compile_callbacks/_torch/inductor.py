@@ -63,13 +63,6 @@ def options_of_mode(name: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(name))
 
 
-def cpp_compiler() -> str:
-    """Return the C++ compiler that Inductor calls."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    return get_cpp_compiler()
-
-
 def import_inductor() -> float:
     """Import Inductor's compiler, as a call of ``torch.compile(module)`` does, and return the seconds that this took.
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import platform
 import re
-import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -28,17 +24,16 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.report.render import print_texts
 from compile_callbacks.session.grad_mode import compile_phases, restore
 
-_MIN_FREE_GIB = 1.0  # a day of compiling fills hundreds of MiB
-_CPP_COMPILER = "apt-get install g++ (macOS: xcode-select --install), and unset CXX or set it to a compiler that runs"
-_OTHER_CACHE = "export TORCHINDUCTOR_CACHE_DIR=FOLDER, which is writable, has free space and is not mounted noexec"
-
 _FIXES = {
     r"Python\.h": f"apt-get install python{sys.version_info.major}.{sys.version_info.minor}-dev",
     r"omp\.h|libomp|gomp|-lomp": "use g++; for clang, apt-get install libomp-dev (macOS: brew install libomp)",
-    r"C\+\+ compiler": _CPP_COMPILER,
+    r"C\+\+ compiler|CppCompiler": "apt-get install g++ (macOS: xcode-select --install), and unset CXX or set it to a "
+    "compiler that runs",
     r"C compiler": "apt-get install gcc, or set CC to a compiler that runs",  # Triton builds its launchers with it
-    r"failed to map segment": _OTHER_CACHE,  # of a library in a folder that is mounted noexec
-    r"": "fix the failures above; if nothing else failed, TORCH_LOGS='+inductor' prints more",
+    # A library in a folder that is mounted noexec is not mapped.
+    r"failed to map segment|Permission|Read-only|No space": "export TORCHINDUCTOR_CACHE_DIR=FOLDER, which is writable, "
+    "has free space and is not mounted noexec",
+    r"": "set TMPDIR to a folder without a space, if it has one; TORCH_LOGS='+inductor' prints more",
 }
 """The fix for the first pattern that occurs in the cause of a failed compile."""
 
@@ -86,38 +81,6 @@ def check_gpu() -> Check:
     return Check("warning", f"torch {torch.__version__} cannot use the GPUs", "modules run on the CPU", fix)
 
 
-def check_cpp_compiler() -> Check:
-    """Check that Inductor's C++ compiler runs."""
-    try:
-        compiler = shlex.split(_torch.inductor.cpp_compiler())
-    except (RuntimeError, OSError, ValueError):
-        impact = "modules on a CPU run uncompiled; on any device, the template cpp_wrapper and AOTInductor do not work"
-        return Check("failed", f"none: {os.environ.get('CXX', 'g++')!r} does not run", impact, _CPP_COMPILER)
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return Check("ok", version.partition("\n")[0] or shlex.join(compiler))
-
-
-def check_cache_folder() -> Check:
-    """Check that Inductor's cache folder is writable and has free space."""
-    try:
-        folder = _torch.inductor.cache_folder()
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        name = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or error.filename or "the default folder"
-        result = f"{name} cannot be written to: {error.strerror or error}"
-        return Check("failed", result, "nothing compiles: modules run uncompiled", _OTHER_CACHE)
-    if " " in str(folder):
-        result = f"{folder} contains a space, and torch does not quote it for the C++ compiler"
-        return Check("failed", result, "modules on a CPU run uncompiled", "set TMPDIR to a folder without a space")
-    free_gib = shutil.disk_usage(folder).free / 2**30
-    result = f"{folder}, {free_gib:.1f} GiB free"
-    if free_gib < _MIN_FREE_GIB:
-        impact = "compiling fails once the folder is full: modules run uncompiled from then on"
-        return Check("warning", result, impact, f"empty the folder, or {_OTHER_CACHE}")
-    return Check("ok", result)
-
-
 def check_compile(device: str) -> Check:
     """Check that an addition compiles on ``"cpu"`` or ``"cuda"``, and returns the right sum."""
     # Uses a new number in each run, so that the compilers run instead of loading the code from a cache.
@@ -161,8 +124,6 @@ _CHECKS: dict[str, Callable[[], Check | None]] = {
     "python": lambda: Check("ok", platform.python_version()),
     **{package: partial(check_package, package) for package in _PACKAGES},
     "GPU": check_gpu,
-    "C++ compiler": check_cpp_compiler,
-    "cache folder": check_cache_folder,
     "parts of torch": check_torch,
     "compile on CPU": partial(check_compile, "cpu"),
     "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,

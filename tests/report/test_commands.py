@@ -183,11 +183,10 @@ def test_doctor_names_a_missing_compiler_and_the_fix(monkeypatch, doctor):
     monkeypatch.setenv("CXX", "/missing/g++")
     with torch._inductor.config.patch({"cpp.cxx": (None, "/missing/g++")}):
         found = doctor(1)
-    none = found["C++ compiler"]
-    assert (none["status"], none["result"]) == ("failed", "none: '/missing/g++' does not run")
-    assert "run uncompiled" in none["impact"]
-    assert "apt-get install g++ (macOS: xcode-select --install), and unset CXX" in none["fix"]
-    assert [found[name]["status"] for name in ("compile on CPU", "torch")] == ["failed", "ok"]
+    failed = found["compile on CPU"]
+    assert "apt-get install g++ (macOS: xcode-select --install), and unset CXX" in failed["fix"]
+    assert "run uncompiled" in failed["impact"]
+    assert found["torch"]["status"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -205,11 +204,9 @@ def test_doctor_names_the_fix_of_a_failed_compile(monkeypatch, doctor, cause, fi
         raise RuntimeError(cause)
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    found = doctor(1)
-    failed = found["compile on CPU"]
+    failed = doctor(1)["compile on CPU"]
     assert (failed["status"], failed["result"]) == ("failed", f"RuntimeError: {cause}")
     assert re.search(fix, failed["fix"])
-    assert found["C++ compiler"]["status"] == "ok"
 
 
 def test_doctor_survives_a_check_that_raises(monkeypatch, command):
