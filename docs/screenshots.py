@@ -82,7 +82,7 @@ def save_steps(run: Path) -> None:
 
 def show_terminal(run: Path) -> None:
     """Draw the table that a terminal shows at the end of a run."""
-    report = CompileReport.from_dict(read_records(run / FILE_NAME)[-1]["report"])
+    report = CompileReport.from_dict(read_records((run / FILE_NAME).read_bytes())[-1]["report"])
     console = Console(record=True, width=100, file=io.StringIO(), highlight=False)
     console.print(f"torch.compile report\n{to_plain_text(report.phases, 100)}", markup=False)
     page = console.export_html(theme=MONOKAI, inline_styles=True)

@@ -50,7 +50,7 @@ def _read_calls(path: Path, errors: list[str]) -> Iterator[tuple[Path, dict[str,
         errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile and a logger writes one at its end")
     for file in files:
         try:
-            records = read_records(file)
+            records = read_records(file.read_bytes())
         except (OSError, ValueError) as error:
             errors.append(f"{file} cannot be read: {error}")
             continue

@@ -9,7 +9,6 @@ import json
 import platform
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from compile_callbacks._utils.errors import warn_user
@@ -43,7 +42,7 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     records: list[Any] = []
     filesystem.makedirs(folder, exist_ok=True)
     try:
-        records = [old for old in _parse(filesystem.cat_file(path)) if isinstance(old, dict)]
+        records = [old for old in read_records(filesystem.cat_file(path)) if isinstance(old, dict)]
     except FileNotFoundError:
         pass
     except ValueError as error:
@@ -54,12 +53,8 @@ def append_record(filesystem: Any, folder: str, record: Mapping[str, Any]) -> st
     return path
 
 
-def read_records(path: Path) -> list[Any]:
-    """Return the records of a file, in order. Any record may be damaged."""
-    return _parse(path.read_bytes())
-
-
-def _parse(content: bytes) -> list[Any]:
+def read_records(content: bytes) -> list[Any]:
+    """Return the records of a file's content, in order. Any record may be damaged."""
     try:
         records = json.loads(content)
     except RecursionError as error:
@@ -71,19 +66,13 @@ def _parse(content: bytes) -> list[Any]:
 
 def environment() -> dict[str, str]:
     """Return the versions of the installed packages, and the name of the device."""
+    import torch
+
+    from compile_callbacks._utils.device import device_name
     from compile_callbacks._utils.fingerprints import installed_version
 
     installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
-    return {"python": platform.python_version(), **installed, "device": _device()}
-
-
-def _device() -> str:
-    import torch
-
     # If nothing has initialized CUDA, no GPU ran the steps.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        count = torch.cuda.device_count()
-        return torch.cuda.get_device_name() + (f" (1 of {count})" if count > 1 else "")
-    threads = torch.get_num_threads()
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"CPU: {platform.machine()}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = device_name(torch.device("cuda" if on_gpu else "cpu"))
+    return {"python": platform.python_version(), **installed, "device": device}
