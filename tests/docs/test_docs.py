@@ -19,7 +19,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 
 from compile_callbacks import InductorCompile, PhaseReport, cli
-from tests.support.models import CLASSES, FEATURES, Classifier, loader
+from tests.support.models import Classifier, loader
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -47,13 +47,11 @@ def source(block):
 WITH_CODE = [page for page in PAGES if blocks(page, "python", "diff")]
 
 
-def prepared(page):
+def prepared():
     """What a page may use: a tiny model, and data for it."""
-    # `max-autotune` compiles each matrix product in many ways.
-    model = Classifier(torch.nn.Linear(FEATURES, CLASSES)) if page == "README.md" else Classifier()
     data = LightningDataModule.from_datasets()
     data.train_dataloader, data.val_dataloader = lambda: loader(4), lambda: loader(2)
-    return {"model": model, "datamodule": data, "train_loader": loader(16), "val_loader": loader(2)}
+    return {"model": Classifier(), "datamodule": data, "train_loader": loader(16), "val_loader": loader(2)}
 
 
 def check_the_recipe(page):
@@ -117,7 +115,7 @@ def test_links_of_a_page_outside_of_the_site_lead_to_files_and_headings(page):
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(__file__).parent / f"code_of_{page.replace('/', '_')}"  # torch's cache identifies a pass by it
-    namespace = prepared(page)
+    namespace = prepared()
     dynamo = torch._dynamo.config.get_config_copy()
     try:
         for block in blocks(page, "python", "diff"):
