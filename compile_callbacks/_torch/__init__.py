@@ -10,11 +10,8 @@ from compile_callbacks._torch import autograd as autograd
 from compile_callbacks._torch import distributed as distributed
 from compile_callbacks._torch import dynamo as dynamo
 from compile_callbacks._torch import events as events
-from compile_callbacks._torch import export as export
-from compile_callbacks._torch import frames as frames
 from compile_callbacks._torch import graphs as graphs
 from compile_callbacks._torch import inductor as inductor
-from compile_callbacks._torch import modes as modes
 from compile_callbacks._torch import portable_graphs as portable_graphs
 from compile_callbacks._torch import ports as ports
 from compile_callbacks._torch import torch_2_11 as torch_2_11

@@ -1,12 +1,13 @@
-"""Wraps autograd and AOTAutograd: the backward passes of compiled graphs, and hooks on saved tensors."""
+"""Wraps autograd and AOTAutograd: backward passes, hooks on saved tensors, and modes that captured graphs enter."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from compile_callbacks._torch.graphs import add_node
 from compile_callbacks._torch.ports import optional
@@ -22,30 +23,30 @@ def preserve_versions() -> Callable[[Any], contextlib.AbstractContextManager[Any
 
 
 def outside_activation_checkpoints() -> contextlib.AbstractContextManager[Any]:
-    """Hide the saved tensors of a ``with`` block from an activation checkpoint around it.
-
-    A checkpoint counts the tensors that its hooks get, and autograd only calls the innermost hooks.
-    """
-    # Setting hooks raises an error if the user has disabled them, so set hooks only within other hooks.
+    """Hide the saved tensors of a ``with`` block from an activation checkpoint around it, which counts them."""
+    # Autograd only calls the innermost hooks. Setting hooks raises an error if the user has disabled them.
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext()
 
 
 @optional("backward", lambda: False)
 def in_backward() -> bool:
-    """Return whether the current thread runs a backward pass, in which activation checkpoints call modules again.
-
-    Workaround (until torch has a public function for this): the function calls a private function of torch.
-    """
+    """Return whether the current thread runs a backward pass, in which activation checkpoints call modules again."""
     return torch._C._current_graph_task_id() != -1
 
 
 @optional("backward", lambda: True)
 def saves_through_hooks() -> bool:
-    """Return whether hooks handle the tensors that are saved for backward, as in an activation checkpoint.
-
-    Workaround (until torch has a public function for this): the function calls a private function of torch.
-    """
+    """Return whether hooks handle the tensors that are saved for backward, as in an activation checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@optional("backward", lambda: True)
+def graph_is_kept() -> bool:
+    """Return whether the running backward pass keeps its graph (``retain_graph=True``).
+
+    Workaround (until torch has public functions for this, for `in_backward` and for `saves_through_hooks`).
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,22 +96,72 @@ def _memory(node: Any) -> object:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
-@optional("backward", lambda: True)
-def graph_is_kept() -> bool:
-    """Return whether the running backward pass keeps its graph (``retain_graph=True``).
-
-    Workaround (until torch has a public function for this): the function calls a private function of torch.
-    """
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 @optional("backward")
 def overwrite_no_saved_tensors() -> None:
     """Let the backward pass of the graph that AOTAutograd compiles run more than once (``retain_graph=True``).
 
-    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): by default, the backward pass
-    overwrites saved tensors (``bw_donated_idxs``), and raises an error if the graph is kept. While it compiles,
-    ``torch._functorch.config.donated_buffer`` must be ``False``, so that it overwrites none. It still raises the error
-    if the setting is ``True`` when it runs, unless the list is empty instead of missing (2.11 to 2.15).
+    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): if the graph is kept and
+    ``donated_buffer`` is ``True`` when the backward pass runs, it raises an error, unless the list of the saved tensors
+    that it overwrites is empty instead of missing (2.11 to 2.15).
     """
     torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs = []  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------ modes
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def restored_after_error() -> Iterator[None]:
+    """Restore the current modes if the ``with`` block raises: levels of torch.func and forward AD, grad mode, autocast.
+
+    Eager code uses context managers. In a captured graph, one operator enters a mode and another one leaves it. If an
+    operator between them raises, the mode stays active in later calls.
+
+    Workaround (until torch has public functions for the levels of `torch.func` and forward-mode AD).
+    """
+    leave_transforms = _transforms_left()
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
+    grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
+    try:
+        yield
+    except BaseException:
+        leave_transforms()
+        torch.set_grad_enabled(grad)
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        for _ in range(_autocast_nesting() - nesting):
+            torch.autocast_decrement_nesting()
+        raise
+
+
+@optional("transform levels", lambda: lambda: None)
+def _transforms_left() -> Callable[[], None]:
+    """Return a function that leaves the transforms and the level of forward AD that are entered from now on."""
+    functorch, exit_level = torch._C._functorch, torch._C._exit_dual_level
+    depth, has_level = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
+    leave = functorch.pop_dynamic_layer_stack
+
+    def leave_transforms() -> None:
+        while functorch.get_dynamic_layer_stack_depth() > depth:
+            leave()
+        if not has_level:
+            with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
+                exit_level(level=0)
+
+    return leave_transforms
+
+
+def _autocast_nesting() -> int:
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+@optional("modes", str)
+def dispatch_mode() -> str:
+    """Return the name of the innermost `TorchDispatchMode` of the user, or an empty string. Dynamo skips all frames."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    return "" if mode is None or mode.ignore_compile_internals() else type(mode).__name__.strip("_")

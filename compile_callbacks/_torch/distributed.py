@@ -25,13 +25,7 @@ def has_flat_weights(module: torch.nn.Module) -> bool:
     )
 
 
-def is_fsdp2_unit(module: torch.nn.Module) -> bool:
-    """Return whether ``fully_shard`` was called on a module, whose hooks then gather and free the weights."""
+def is_fsdp_unit(module: torch.nn.Module, *names: str) -> bool:
+    """Return whether FSDP gathers the weights of a module for a call, with one of these classes."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # no module is sharded unless this is imported
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def is_fsdp1_unit(module: torch.nn.Module) -> bool:
-    """Return whether a module is FSDP1's wrapper, which gathers the weights of its ``module``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    return fsdp is not None and isinstance(module, tuple(getattr(fsdp, name) for name in names))

@@ -1,4 +1,4 @@
-"""Wraps Dynamo: ``torch.compile``, its settings and caches, wrappers of modules, and dynamic shapes."""
+"""Wraps Dynamo: ``torch.compile``, its settings, the conversion of frames, wrappers of modules, and dynamic shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import operator
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch  # as in Dynamo itself
 
 import torch
@@ -33,13 +33,10 @@ def control_flow() -> tuple[type[Exception], ...]:
 
 @optional("dynamo settings", lambda: True)
 def validate_arguments(validates: bool) -> bool:
-    """Switch the argument validation of ``torch.distributions``, which breaks graphs, and return whether it was on.
-
-    The first ``torch.compile`` of a process also switches it off. ``cache_clear`` lets the user's next one do so.
-    """
+    """Switch the argument validation of ``torch.distributions``, which breaks graphs, and return whether it was on."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(validates)
-    torch._dynamo.eval_frame.TorchPatcher.patch.cache_clear()
+    torch._dynamo.eval_frame.TorchPatcher.patch.cache_clear()  # lets the user's next torch.compile switch it off
     return before
 
 
@@ -49,25 +46,18 @@ def trace_settings(
 ) -> Iterator[Sequence[str]]:
     """Within the ``with`` block, Dynamo traces with the ``asked`` settings, and with these.
 
-    torch holds its compile lock, so threads wait. Yields the list of `frames_with_constant_draws`.
-
-    - ``recompile_limit`` is multiplied by ``limit_factor``.
-    - Hooks of modules get guards if ``guards_hooks``. By default, Dynamo does not notice the first hook of a module.
-    - Dynamo deletes its weak references to weights when the compile ends. By default, it does so for its own backends
-      only, and ``module.cpu()`` then fails for tensor subclasses.
-    - If the weights are ``frozen``, Inductor's ``freezing`` is set globally, because Dynamo ignores
-      ``options={"freezing": True}``. This is safe, because `WeightWatch` checks frozen weights.
-    - A warning is ignored: Dynamo reads ``.grad`` of each input, and torch warns if the input is the output of another
-      target. The user's code does not cause this warning.
+    torch holds its compile lock, so threads wait. Yields the list of `frames_with_constant_draws`. If the weights are
+    ``frozen``, Inductor's ``freezing`` is set globally, because Dynamo ignores ``options={"freezing": True}``. This is
+    safe, because `WeightWatch` checks frozen weights.
     """
     from torch._dynamo import config
     from torch._inductor import config as inductor_config
 
+    # Without the second setting, Dynamo keeps weak references to weights, and ``module.cpu()`` fails for subclasses.
     settings = {"recompile_limit": limit_factor * config.recompile_limit, "invalidate_compile_context_weakrefs": True}
-    settings |= asked
-    if guards_hooks:
+    settings |= {**asked, **torch_2_11.trace_settings(frozen=frozen)}
+    if guards_hooks:  # by default, Dynamo does not notice the first hook of a module
         settings["skip_nnmodule_hook_guards"] = False
-    settings |= torch_2_11.trace_settings(frozen=frozen)
     for name in [name for name in settings if not hasattr(config, name)]:
         ports.note("dynamo settings", AttributeError(f"there is no torch._dynamo.config.{name}"))
         del settings[name]
@@ -75,6 +65,7 @@ def trace_settings(
         stack.enter_context(config.patch(settings))
         if torch_2_11.IS_2_11 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
             stack.enter_context(ports.optional_block("odd gradients", without_odd_gradients))
+        # Dynamo reads ``.grad`` of each input, also of the output of another target.
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
         if frozen:
@@ -92,9 +83,7 @@ hooks_registered: Callable[[], int] = functools.partial(
 
 @optional("modes", lambda: (lambda: None, lambda: -1))
 def transform_checks() -> tuple[Callable[[], Any], Callable[[], int]]:
-    """Return two functions: for the innermost transform of `torch.func`, and for the level of forward-mode AD.
-
-    Without them, the first is ``None`` and the second is -1.
+    """Return functions for the innermost transform of `torch.func` (or ``None``) and the level of forward AD (or -1).
 
     Workaround (until torch has public functions for transforms and for the level).
     """
@@ -119,7 +108,7 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
 
 
 def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:
-    """Within the ``with`` block, Dynamo ignores gradients on which it would fail, so it can compile after a backward.
+    """Within the ``with`` block, Dynamo ignores gradients on which it would fail.
 
     Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
     step is still sharded, and Dynamo fails with "attempting to assign a gradient of size ..." (2.11 to 2.15).
@@ -142,11 +131,10 @@ def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:
 def frames_with_constant_draws() -> Iterator[list[str]]:
     """Yield a list of the functions for which torch computes random numbers only once, while it traces them.
 
-    Dynamo replays calls such as ``random.random()`` in each call of the compiled code. It executes others, such as
-    ``random.sample``, only while it traces, and compiles code that sets the generator to the state after the trace.
+    Dynamo replays ``random.random()``. It executes ``random.sample`` (2.15) or methods of a `random.Random` (2.11) only
+    while it traces, and compiles code that sets the generator to the state after the trace.
 
-    Workaround (until torch replays these calls or breaks the graph): torch 2.15 does so for the functions of `random`,
-    and torch 2.11 for methods of a `random.Random` object.
+    Workaround (until torch replays these calls or breaks the graph).
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
 
@@ -208,8 +196,7 @@ def has_call_slot() -> bool:
 def compiled_in_place(wrapper: torch.nn.Module) -> torch.nn.Module:
     """Return the original module of an object that ``torch.compile(module)`` returned, compiled in place.
 
-    ``module.compile()`` would need the arguments of ``torch.compile``, but the wrapper does not store them. It stores
-    the context that ``torch.compile`` made from them.
+    The wrapper does not store the arguments for ``module.compile()``, but the context that torch made from them.
     """
     module = unwrap_dynamo(wrapper)
     module._compiled_call_impl = wrapper.dynamo_ctx(module._call_impl)  # type: ignore[operator]
@@ -225,20 +212,114 @@ def mark_dimensions(tensor: torch.Tensor, dimensions: Sequence[int]) -> Callable
 
     If a mark remained, torch would recompile for the same tensor. Torch specializes a dimension if the code needs it.
     """
-    marked = [each for each in (tensor, *_inner_tensors(tensor)) if not any(hasattr(each, name) for name in _MARKS)]
+    if any(hasattr(tensor, name) for name in _MARKS) or is_wrapper_subclass(tensor):  # torch marks inner tensors, too
+        return lambda: None
     torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
 
     def unmark() -> None:
-        for each in marked:
-            for name in _MARKS:
-                vars(each).pop(name, None)
+        for name in _MARKS:
+            vars(tensor).pop(name, None)
 
     return unmark
 
 
-def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors within a traceable wrapper subclass, because torch marks them, too."""
-    if not is_wrapper_subclass(tensor):
-        return []
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
-    return [tensor for value in inner for tensor in (value, *_inner_tensors(value))]
+# ------------------------------------------------------------------------------------------ frames
+
+
+class Frame(NamedTuple):
+    """A frame that Dynamo converts: the function of `compile_function`, or later a frame behind a graph break."""
+
+    code: types.CodeType
+    convert: Callable[[], Any]
+    """Traces and compiles the frame, before any of its code runs, and returns the result for torch."""
+    is_graph_break: Callable[[Exception], bool]
+    """Returns whether torch runs the frame eagerly after this error, and compiles the frames beneath."""
+
+
+def run_frame_eagerly() -> Any:
+    """Return the result with which torch runs a frame and all frames beneath it eagerly, this time."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+    from torch._dynamo.types import ConvertFrameReturn
+
+    eager = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and the frames beneath it
+    return ConvertFrameReturn(frame_exec_strategy=eager, apply_to_code=False)
+
+
+def skip_frame() -> Any:
+    """Return the result with which torch runs a frame eagerly from now on, and converts the frames beneath it."""
+    return torch._dynamo.types.ConvertFrameReturn()
+
+
+def skipped(result: Any) -> str | None:
+    """Return the reason why torch compiles nothing of a frame, or ``None`` if it compiled the frame."""
+    if result.guarded_code is not None or result.frame_exec_strategy.cur_action.name != "SKIP":
+        return None
+    reason = getattr(result, "skip_reason", None) or "torch skips its code"  # before torch 2.13, torch only logs it
+    return "torch finds no tensor operation in its code" if "No ops traced" in reason else reason
+
+
+def compile_function(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    around: Callable[[Frame], Any],
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
+) -> Callable[..., Any]:
+    """Call ``torch.compile``, isolated from other compiles of the same code (torch 2.13 and later).
+
+    ``around`` is called for each frame that torch is about to convert, and returns the result of the conversion. The
+    setting ``suppress_errors`` has no effect on these frames: torch would run a frame on which ``around`` failed.
+
+    Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
+
+    Raises:
+        ports.MissingPortError: If torch has changed the conversion of frames.
+    """
+    isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
+    wrap = _Conversion if fullgraph else _ConvertFrame
+    with ports.essential("frames"):
+        # A later frame needs these parts, too late to compile the target in another way.
+        _ = run_frame_eagerly(), skip_frame(), torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError
+        context: Any = torch._dynamo.optimize(backend, nopython=fullgraph, dynamic=dynamic, **isolate)
+        context.callback._torchdynamo_orig_backend = wrap(context.callback._torchdynamo_orig_backend, around)
+        compiled: Callable[..., Any] = context(function)
+    return compiled
+
+
+class _Conversion:
+    """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
+
+    def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
+        self._convert = convert
+        self._around = around
+        self._fullgraph = fullgraph
+        self._box = getattr(convert, "_box", None)  # torch reads these attributes
+        self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
+
+    def _clone_with_backend(self, backend: Any) -> _Conversion:
+        """Return the same object, because a clone would split the graphs within DDP's forward."""
+        return self
+
+    def __call__(self, frame: Any, *arguments: Any, skip: int = 0) -> Any:
+        def convert() -> Any:
+            # The user's frame is further up by this function and its three callers, and torch shows it in its logs.
+            return self._convert(frame, *arguments, skip=skip + 4)
+
+        def is_graph_break(error: Exception) -> bool:
+            breaks = isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError))
+            return breaks and not (self._fullgraph or getattr(self._box, "error_on_graph_break", None))
+
+        return self._around(Frame(frame.f_code, convert, is_graph_break))
+
+
+class _ConvertFrame(_Conversion):
+    """Dynamo's ``ConvertFrame``, with a `_Conversion` in it."""
+
+    def __init__(self, convert: Any, around: Callable[[Frame], Any]) -> None:
+        convert._inner_convert = _Conversion(convert._inner_convert, around, fullgraph=False)
+        super().__init__(convert, around, fullgraph=False)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        with torch._dynamo.config.patch(suppress_errors=False):
+            return self._convert(*arguments, **keywords)

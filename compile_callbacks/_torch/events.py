@@ -13,23 +13,23 @@ from compile_callbacks._torch.ports import optional
 
 @optional("compile events", lambda: ([], []))
 def listeners() -> tuple[list[Any], list[Any]]:
-    """Return torch's lists of the functions that it calls when a compile starts and ends.
+    """Return torch's lists of the functions that it calls when a compile starts and ends. A reset clears both lists.
 
-    ``torch.compiler.reset()`` clears both lists. torch passes on what such a function raises, so none may raise.
+    torch passes on what such a function raises, so none may raise.
     """
     handler = torch._dynamo.callback.callback_handler
     return handler.start_callbacks, handler.end_callbacks
 
 
-def register(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+def register(*start_and_end: Callable[[Any], None]) -> None:
     """Add two functions to torch's lists."""
-    for functions, function in zip(listeners(), (start, end), strict=True):
+    for functions, function in zip(listeners(), start_and_end, strict=True):
         functions.append(function)
 
 
-def unregister(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Remove two functions from torch's lists, unless ``torch._dynamo.reset()`` has already removed them."""
-    for functions, function in zip(listeners(), (start, end), strict=True):
+def unregister(*start_and_end: Callable[[Any], None]) -> None:
+    """Remove two functions from torch's lists, unless a reset has already removed them."""
+    for functions, function in zip(listeners(), start_and_end, strict=True):
         if function in functions:
             functions.remove(function)
 
@@ -65,7 +65,13 @@ def recompile_reason() -> str | None:
 @optional("compile metrics", lambda: None)
 def last_recompile_reason() -> str | None:
     """Return the same for the latest compile that has ended, such as one that the recompile limit ended."""
-    return torch._dynamo.utils.get_compilation_metrics()[-1].recompile_reason
+    reason: str | None = _compilation_metrics()[-1].recompile_reason
+    return reason
+
+
+@optional("compile metrics", list)
+def _compilation_metrics() -> list[Any]:
+    return torch._dynamo.utils.get_compilation_metrics()
 
 
 def compilation_records(seen: set[int]) -> Iterator[tuple[str, int, int, str | None]]:
@@ -78,19 +84,13 @@ def compilation_records(seen: set[int]) -> Iterator[tuple[str, int, int, str | N
         if key in seen or (compile_id := getattr(entry, "compile_id", None)) is None:
             continue
         seen.add(key)
-        hits, misses = (_count(entry, f"aotautograd_local_cache_{kind}_count") for kind in ("hit", "miss"))
-        if not hits and not misses:
-            hits, misses = (_count(entry, f"inductor_fx_local_cache_{kind}_count") for kind in ("hit", "miss"))
+        counts = [
+            getattr(entry, f"{cache}_local_cache_{kind}_count", None) or 0
+            for cache in ("aotautograd", "inductor_fx")
+            for kind in ("hit", "miss")
+        ]
+        hits, misses = counts[:2] if any(counts[:2]) else counts[2:]
         yield compile_id, hits, misses, getattr(entry, "cudagraph_skip_reason", None)
-
-
-@optional("compile metrics", list)
-def _compilation_metrics() -> list[Any]:
-    return torch._dynamo.utils.get_compilation_metrics()
-
-
-def _count(entry: Any, name: str) -> int:
-    return getattr(entry, name, None) or 0
 
 
 @optional("compile metrics", lambda: 0)

@@ -79,32 +79,23 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
 
 
-_STATISTICS: dict[Any, tuple[int, int]] = {torch.batch_norm: (3, 4), torch.nn.functional.batch_norm: (1, 2)}
-"""The positions of the running statistics, which a batch norm in training writes but does not read."""
-
-_TRAINING = 5
-"""The position of ``training`` in both signatures."""
-
-
 def written_statistics(graph_module: torch.fx.GraphModule) -> frozenset[int]:
     """Return the positions of the inputs that an `eager_graph` only uses as running statistics of batch norms."""
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    placeholders = enumerate(graph_module.graph.find_nodes(op="placeholder"))
     return frozenset(
         i
-        for i, value in enumerate(placeholders)
+        for i, value in placeholders
         if value.users and all(_writes_statistics(graph_module, user, value) for user in value.users)
     )
 
 
 def _writes_statistics(graph_module: torch.fx.GraphModule, user: Any, value: torch.fx.Node) -> bool:
+    """Return whether a batch norm in training writes a value. It does not read it."""
     at = {i for i, argument in enumerate(user.args) if argument is value}
-    names = {name for name, argument in user.kwargs.items() if argument is value}
     if user.target in (_call_subgraph, _call_checkpoint):
-        subgraph = getattr(graph_module, user.args[0].target)
-        return not names and {i - 1 for i in at} <= written_statistics(subgraph)
-    training = user.args[_TRAINING] if len(user.args) > _TRAINING else user.kwargs.get("training")
-    known = _STATISTICS.get(user.target)
-    return known is not None and training is True and at <= set(known) and names <= {"running_mean", "running_var"}
+        return {i - 1 for i in at} <= written_statistics(getattr(graph_module, user.args[0].target))
+    # batch_norm(input, running_mean, running_var, weight, bias, training, ...)
+    return user.target is torch.nn.functional.batch_norm and at <= {1, 2} and user.args[5:6] == (True,)
 
 
 _LOCAL_NAMESPACES = ("", "aten", "prims", "prim", "torchvision", "torchaudio")
@@ -158,12 +149,6 @@ def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
     return ""
 
 
-@optional("comparison", lambda: False)
-def are_fake(values: Sequence[Any]) -> bool:
-    """Return whether a call only propagates shapes."""
-    return any(isinstance(value, torch._subclasses.FakeTensor) for value in values)
-
-
 @optional("comparison", lambda: True)
 def is_wrapper_subclass(value: object) -> bool:
     """Return whether a value is a tensor subclass that torch can trace, because it consists of other tensors."""
@@ -176,8 +161,7 @@ class GraphFacts(NamedTuple):
     written: frozenset[int]  # the positions of the inputs that the graph writes
     dtypes: frozenset[torch.dtype]  # of the inputs and of all values that the graph computes
     has_subclasses: bool  # whether an input or output is a tensor subclass
-    peak_bytes: int  # the largest size of the values that exist at one time, if no backward pass needs them
-    value_bytes: Sequence[int]  # the sizes of all values, which a backward pass may need
+    value_bytes: Sequence[int]  # the sizes of all values
     output_bytes: int
 
 
@@ -189,18 +173,21 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     """
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    written, dtypes, sizes = set[int](), set[torch.dtype](), list[int]()
 
     class Examination(TorchDispatchMode):
         supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            written.update(storage_of(tensor) for tensor in tensors_in(_written_arguments(func, args, kwargs)))
-            outputs = func(*args, **kwargs)
-            dtypes.update(tensor.dtype for tensor in tensors_in(outputs))
-            count_bytes(outputs)
+            written.update(map(storage_of, tensors_in(_written_arguments(func, args, kwargs or {}))))
+            outputs = func(*args, **(kwargs or {}))
+            for tensor in tensors_in(outputs):
+                dtypes.add(tensor.dtype)
+                if storage_of(tensor) not in values:
+                    values[storage_of(tensor)] = tensor
+                    sizes.append(bytes_of(tensor))
             return outputs
 
     def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -213,30 +200,20 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         size = tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
         return size if isinstance(size, int) else 0  # a symbol if the graph computes the size from values
 
-    def count_bytes(outputs: Any) -> None:
-        for address in [address for address, (storage, _) in values.items() if storage.expired()]:
-            del values[address]
-        for tensor in tensors_in(outputs):
-            size = bytes_of(tensor)
-            if size and storage_of(tensor) not in values:
-                values[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), size
-                value_bytes.append(size)
-        live_bytes.append(sum(size for _, size in values.values()))
-
-    written, dtypes = set[int](), set[torch.dtype]()
-    values, value_bytes, live_bytes = dict[int, tuple[StorageWeakRef, int]](), list[int](), [0]
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value for value in inputs]
-    values.update((storage_of(fake), (StorageWeakRef(fake.untyped_storage()), 0)) for fake in tensors_in(fakes))
-    with mode, Examination():  # type: ignore[no-untyped-call]
-        outputs = graph_module.forward(*fakes)
+    values = {storage_of(fake): fake for fake in tensors_in(fakes)}  # alive, so that no address is used twice
+    try:
+        with mode, Examination():  # type: ignore[no-untyped-call]
+            outputs = graph_module.forward(*fakes)
+    finally:
+        torch.clear_autocast_cache()  # within the user's autocast, it has fake weights
     tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
     positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)
     has_subclasses = any(type(tensor) is not FakeTensor for tensor in tensors_in((fakes, outputs)))
     dtypes.update(fake.dtype for fake in tensors.values())
-    output_bytes = sum(map(bytes_of, tensors_in(outputs)))
-    return GraphFacts(positions, frozenset(dtypes), has_subclasses, max(live_bytes), value_bytes, output_bytes)
+    return GraphFacts(positions, frozenset(dtypes), has_subclasses, sizes, sum(map(bytes_of, tensors_in(outputs))))
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -287,7 +264,7 @@ def add_node(
     kwargs = dict(kwargs or {})
     node = graph.call_function(target, tuple(arguments), kwargs)
     values, keywords = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    fake_mode = next((value.fake_mode for value in tree_leaves((values, keywords)) if are_fake([value])), None)
+    fake_mode = torch._guards.detect_fake_mode(tree_leaves((values, keywords)))
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         node.meta["val"] = target(*values, **keywords)
     return node

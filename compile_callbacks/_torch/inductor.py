@@ -1,4 +1,4 @@
-"""Wraps Inductor: options, the C++ compiler, compiles, caches, graph passes, generated modules and CUDA graphs."""
+"""Wraps Inductor: options, compiles, caches, generated modules, CUDA graphs, graph passes and AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ import torch
 from compile_callbacks._torch import autograd, ports, torch_2_11
 from compile_callbacks._torch.ports import optional
 
-_MODES = "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 
-
-@optional("settings", lambda: _MODES)
+@optional("settings", lambda: ["default"])
 def mode_names() -> Sequence[str]:
     """Return the modes of the installed torch."""
     return list(torch._inductor.list_mode_options())
@@ -64,10 +62,7 @@ def options_of_mode(name: str) -> dict[str, Any]:
 
 
 def import_inductor() -> float:
-    """Import Inductor's compiler, as a call of ``torch.compile(module)`` does, and return the seconds that this took.
-
-    The import takes a second, which would otherwise be a part of the first compiled step.
-    """
+    """Import Inductor's compiler, as the first compile does, and return the seconds that this took (one or more)."""
     started = time.perf_counter()
     import torch._inductor.compile_fx  # noqa: F401
 
@@ -75,10 +70,7 @@ def import_inductor() -> float:
 
 
 def start_compile_processes() -> None:
-    """Start Inductor's processes that compile Triton kernels, as ``backend="inductor"`` does at its first graph.
-
-    Until they have started, Inductor compiles kernels one after another.
-    """
+    """Start Inductor's processes, as ``backend="inductor"`` does. Without them, it compiles one kernel at a time."""
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
@@ -95,11 +87,9 @@ def compile_graph(
 ) -> Any:
     """Compile a graph of Dynamo with ``compile_fx``, as ``backend="inductor"`` does. This changes the graph.
 
-    The function compiles the backward graph together with the forward graph (``force_non_lazy_backward_lowering``,
-    which torch's ahead-of-time path also sets). Otherwise, a failure would occur in the user's ``backward()``, when the
-    step can no longer run eagerly. The memory budget is a setting of AOTAutograd's partitioner. ``None`` does not
-    change it. With ``keeps_graph``, the backward pass may run more than once (``retain_graph=True``), and needs more
-    memory. ``on_backward_lowered`` is called for each backward graph with the memory of the activations that it needs.
+    The backward graph is compiled, too, because a failure in the user's ``backward()`` would end the step. With
+    ``keeps_graph``, the backward pass may run more than once, and needs more memory. ``on_backward_lowered`` is called
+    for each backward graph with the memory of the activations that it needs.
     """
     with ports.essential("inductor"):
         from torch._functorch import config as functorch_config
@@ -138,8 +128,9 @@ def compile_graph(
     # The tag prevents that the cache returns code that was compiled without these changes.
     options = tagged(options, f"{torch_2_11.autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
     with functorch_config.patch(settings), ports.optional_block("CUDA graphs", _switchable_cuda_graphs):
-        compiler: Any = compile_fx
-        return compiler(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
+        compiled: Any = compile_fx(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
+    _forget_constants()
+    return compiled
 
 
 def _check_input_names(inputs: Sequence[torch.fx.Node], *, is_backward: bool, is_inference: bool) -> None:
@@ -154,26 +145,24 @@ def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     """Return the memory of the activations that a backward graph needs, without the inputs of the forward graph."""
     nodes = backward_graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
-    total = 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            count = value.numel()
-            total += value.element_size() * (count if isinstance(count, int) else count.node.hint or 0)
-    return total
+    sizes = [value.nbytes for value in values if isinstance(value, torch.Tensor)]
+    return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
+
+
+_TAG = "unsafe_marked_cacheable_functions"
 
 
 def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
     """Return options of Inductor with a tag, which is a part of the keys of torch's caches for graphs.
 
-    All options are a part of these keys, and no function has the name of this entry. torch's setting for tags,
-    ``torch.compiler.config.cache_key_tag``, is also a part of the keys under which the configurations of autotuned
-    kernels are read. But it is not a part of the keys under which they are saved, because the compile processes do not
-    have the setting (torch 2.11 and 2.15). So each warm start would benchmark its kernels again. When they have
-    it, use that setting instead.
+    All options are a part of these keys, and no function has the name of this entry. With torch's own tag
+    (``torch.compiler.config.cache_key_tag``), each warm start would benchmark its kernels again, because the compile
+    processes, which save the results, do not have it (2.11 and 2.15).
     """
-    name = "unsafe_marked_cacheable_functions"
-    functions = {**getattr(settings(), name), **options.get(name, {}), "compile_callbacks tag": tag}
-    return {**options, name: functions}
+    if _TAG not in settings().save_config_portable(ignore_private_configs=False):
+        raise RuntimeError(f"torch {torch.__version__} has no option {_TAG!r} in the keys of its caches")
+    functions = {**getattr(settings(), _TAG), **options.get(_TAG, {}), "compile_callbacks tag": tag}
+    return {**options, _TAG: functions}
 
 
 def cache_folder() -> Path:
@@ -183,32 +172,12 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
-@contextlib.contextmanager
-def code_is_freed() -> Iterator[None]:
-    """Within the ``with`` block, Inductor keeps no Python module with constants, such as frozen weights.
-
-    By default, it keeps each module that it has loaded. Graphs share the modules without constants.
-    """
-    before = set(map(id, _modules_with_constants()))
-    try:
-        yield
-    finally:
-        _forget([module for module in _modules_with_constants() if id(module) not in before])
-
-
-@optional("generated code", list)
-def _modules_with_constants() -> list[types.ModuleType]:
-    from torch._inductor.codecache import PyCodeCache
-
-    shared = set(map(id, PyCodeCache.modules_no_attr.values()))
-    return [module for module in PyCodeCache.modules if id(module) not in shared]
-
-
 @optional("generated code")
-def _forget(modules: Sequence[types.ModuleType]) -> None:
+def _forget_constants() -> None:
+    """Let Inductor forget the modules with constants, such as frozen weights. It would keep each that it has loaded."""
     from torch._inductor.codecache import PyCodeCache
 
-    for module in modules:
+    for module in set(PyCodeCache.modules) - set(PyCodeCache.modules_no_attr.values()):
         PyCodeCache.modules.remove(module)
         sys.modules.pop(module.__name__, None)
 
@@ -219,16 +188,14 @@ def is_from_compiled_code(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == "torch._inductor.output_code" for frame, _ in frames)
 
 
-# One switch for the process, because autograd may run the backward pass in another thread.
-_cuda_graphs = types.SimpleNamespace(run=True)
+_cuda_graphs = types.SimpleNamespace(run=True)  # for the process, because autograd has threads of its own
 
 
 @contextlib.contextmanager
 def without_cuda_graphs() -> Iterator[None]:
     """Run the code that `compile_graph` compiled without its CUDA graphs, so that torch records none.
 
-    Workaround (until torch can run compiled code without CUDA graphs): `CompiledFxGraph` keeps only the function that
-    records, which `compile_graph` replaces (``cudagraphify``).
+    Workaround (until torch can run compiled code without CUDA graphs): `compile_graph` replaces ``cudagraphify``.
     """
     _cuda_graphs.run = False
     try:
@@ -238,7 +205,7 @@ def without_cuda_graphs() -> Iterator[None]:
 
 
 def _switchable_cuda_graphs() -> Any:
-    """Within the ``with`` block, compile code whose CUDA graphs `without_cuda_graphs` can switch off."""
+    """Compile code whose CUDA graphs `without_cuda_graphs` can switch off."""
     from torch._inductor import compile_fx
 
     cudagraphify = compile_fx.cudagraphify
@@ -254,10 +221,9 @@ def _switchable_cuda_graphs() -> Any:
 def end_failed_warmup(device_index: int) -> bool:
     """Repair the CUDA graphs of a device after the first run of a CUDA graph raised, such as `torch.OutOfMemoryError`.
 
-    Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception): torch 2.11 and
-    2.15 keep the failed run as the current node of the device's tree, without its outputs. All later calls then fail
-    with an empty ``AssertionError`` (2.11), or skip the first run of that graph. The only public fix is
-    ``torch.compiler.reset()``, which deletes the compiled code of the whole process.
+    Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception): the failed run
+    remains the current node, without its outputs (2.11 to 2.15). All later calls then fail with an empty
+    ``AssertionError``, or skip the first run of that graph.
     """
     from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
 
@@ -265,13 +231,12 @@ def end_failed_warmup(device_index: int) -> bool:
     node = manager and manager.current_node
     if not isinstance(node, CUDAWarmupNode) or not node.stack_traces:
         return False
-    missing = len(node.stack_traces) - len(node.tensor_weakrefs)
-    if missing <= 0:
-        return False
-    node.tensor_weakrefs += [None] * missing
-    node.outputs_weakrefs += [None] * missing
-    manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
-    return True
+    missing = [None] * (len(node.stack_traces) - len(node.tensor_weakrefs))
+    if missing:
+        node.tensor_weakrefs += missing
+        node.outputs_weakrefs += missing
+        manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
+    return bool(missing)
 
 
 @optional("graph passes", tuple)
@@ -290,3 +255,42 @@ def register_pass_type(of_library: type) -> None:
     """Let torch treat a class of this library as a class of graph passes."""
     for kind in pass_types():
         kind.register(of_library)
+
+
+# ------------------------------------------------------------------------------------------ AOTInductor
+
+
+def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
+    """Compile an exported program with AOTInductor, which changes the options, and write the package."""
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+
+
+def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
+    """Load an AOTInductor package as a function of its input tensors, in the order of the export.
+
+    In each call, the function of ``torch._inductor.aoti_load_package`` parses two tree specs, which takes longer than a
+    small model. It also compiles programs to find the processor's instructions.
+    """
+    from torch.utils._pytree import tree_unflatten, treespec_loads
+
+    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+    outputs = treespec_loads(loader.get_call_spec()[1])
+    return lambda tensors: tree_unflatten(loader.boxed_run(tensors), outputs)
+
+
+RUN_PACKAGE = """
+import os
+import sys
+
+sys.path.append(os.getcwd())  # appended, because a file there must not replace a module
+import torch
+
+package, inputs = sys.argv[1:]
+tensors = torch.load(inputs, weights_only=True)
+if torch.accelerator.is_available():
+    torch.accelerator.set_device_index(max(0, *(tensor.get_device() for tensor in tensors)))
+torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, -1).boxed_run(tensors)
+if torch.accelerator.is_available():
+    torch.accelerator.synchronize()
+"""
+"""A script for ``python -P`` that runs an AOTInductor package once, on input tensors in a file."""

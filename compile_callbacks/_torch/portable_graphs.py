@@ -10,9 +10,7 @@ import contextlib
 import functools
 import importlib
 import itertools
-import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,17 +20,27 @@ import torch
 from compile_callbacks._torch import graphs
 from compile_callbacks._torch.ports import optional
 
-_FLAGS = {
-    **{f"set_{name}": f"get_{name}" for name in ("default_dtype", "num_threads", "float32_matmul_precision")},
-    "set_deterministic_debug_mode": "get_deterministic_debug_mode",
-    **{f"backends.cudnn.{name}": f"backends.cudnn.{name}" for name in ("benchmark", "deterministic", "allow_tf32")},
-    "backends.mkldnn.enabled": "backends.mkldnn.enabled",
-    **{
-        f"backends.cuda.enable_{kernel}_sdp": f"backends.cuda.{kernel}_sdp_enabled"
-        for kernel in ("flash", "mem_efficient", "math", "cudnn")
-    },
-}
-"""How to set and to get each setting of torch that changes compiled code and is not in a config."""
+
+def _flags() -> tuple[Callable[[], Any], ...]:
+    """Return calls that repeat each setting of this process that changes compiled code and is not in a config."""
+    backends, part, devices = torch.backends, functools.partial, ("cpu", "cuda")
+    cuda, cudnn = backends.cuda, backends.cudnn
+    fixed = {"_benchmark": cudnn.benchmark, "_deterministic": cudnn.deterministic, "_allow_tf32": cudnn.allow_tf32}
+    return (
+        part(torch.set_grad_enabled, torch.is_grad_enabled()),
+        *(part(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)) for device in devices),
+        *(part(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)) for device in devices),
+        part(torch.set_default_dtype, torch.get_default_dtype()),
+        part(torch.set_num_threads, torch.get_num_threads()),
+        part(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        part(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        part(cudnn.set_flags, **fixed),
+        part(backends.mkldnn.set_flags, backends.mkldnn.enabled),
+        part(cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
+        part(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled()),
+        part(cuda.enable_math_sdp, cuda.math_sdp_enabled()),
+        part(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),
+    )
 
 
 def _configs() -> dict[str, Any]:
@@ -52,9 +60,7 @@ class PortableGraph:
 
     graph: bytes  # the pickled graph, its fake inputs and their sources
     symbol_positions: tuple[int, ...]  # the inputs that are symbols. Other integers are constants of the graph.
-    grad_mode: bool  # whether autograd was enabled
-    autocast: tuple[Mapping[str, Any], ...]  # the arguments of each enabled `torch.autocast`
-    flags: Mapping[str, Any]  # the settings of `_FLAGS`
+    flags: tuple[Callable[[], Any], ...]
     configs: Mapping[str, Mapping[str, Any]]  # what differs from the defaults of Inductor and AOTAutograd
     modules: tuple[str, ...]  # the packages with the names of the operators' namespaces
 
@@ -66,17 +72,8 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
     """Describe a graph of Dynamo for another process.
 
     Raises:
-        NotPortableError: If the graph must be compiled in this process.
+        Exception: If the graph must be compiled in this process. The message is the reason.
     """
-    try:
-        return _portable_graph(graph_module, inputs)
-    except NotPortableError:
-        raise
-    except Exception as error:  # also if torch has changed what this file needs
-        raise NotPortableError(f"it cannot be pickled: {error}") from error
-
-
-def _portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> PortableGraph:
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
     placeholders = graph_module.graph.find_nodes(op="placeholder")
@@ -84,16 +81,16 @@ def _portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -
     symbols = {i: value.node.expr for i, value in enumerate(fakes) if isinstance(value, torch.SymInt)}
     if not set(symbols.values()).issuperset(free_symbols(fakes)):
         raise NotPortableError("a size is not an input of the graph")
-    if unknown := next((value for value in inputs if type(value) not in _INPUT_TYPES), None):
-        raise NotPortableError(f"an input is a {type(unknown).__name__}")
+    if unknown := {type(value) for value in inputs}.difference(_INPUT_TYPES):
+        raise NotPortableError(f"an input is a {unknown.pop().__name__}")
     if next(itertools.chain(graph_module.parameters(), graph_module.buffers()), None) is not None:
         raise NotPortableError("it contains weights or a constant tensor")
     nodes = list(graphs.all_nodes(graph_module))
     if any("triton_kernel_wrapper" in str(node.target) for node in nodes):  # refers to a table of this process
         raise NotPortableError("it calls a Triton kernel of the user")
-    if (shared := _sharing_memory(inputs)) and shared & graphs.examine_graph(
-        graphs.eager_graph(graph_module), inputs
-    ).written:
+    memory = {i: value.untyped_storage()._cdata for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    shared = {i for i, address in memory.items() if list(memory.values()).count(address) > 1}
+    if shared and shared & graphs.examine_graph(graphs.eager_graph(graph_module), inputs).written:
         raise NotPortableError("it writes an input that shares memory with another input")
     lean = graphs.copy_of_graph(graph_module)
     for name in ("compile_subgraph_reason", "_source_to_user_stacks"):  # the same graph has the same request
@@ -104,30 +101,13 @@ def _portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -
     return PortableGraph(
         graph=data,
         symbol_positions=tuple(symbols),
-        grad_mode=torch.is_grad_enabled(),
-        autocast=tuple(
-            {"device_type": device, "dtype": torch.get_autocast_dtype(device)}
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ),
-        flags={setter: _flag(getter) for setter, getter in _FLAGS.items()},
+        flags=_flags(),
         configs={name: config._get_dict(skip_default=True) for name, config in _configs().items()},
         modules=tuple(sorted({graphs.namespace(node) for node in nodes} & sys.modules.keys())),
     )
 
 
-def _flag(getter: str) -> Any:
-    found = operator.attrgetter(getter)(torch)
-    return found() if callable(found) else found
-
-
 _INPUT_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.SymInt, int)
-
-
-def _sharing_memory(inputs: Sequence[Any]) -> frozenset[int]:
-    memory = {i: value.untyped_storage()._cdata for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
-    counts = Counter(memory.values())
-    return frozenset(i for i, address in memory.items() if counts[address] > 1)
 
 
 def _pickled(value: Any) -> bytes:
@@ -156,11 +136,7 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 @optional("background")
 def prepare_loading() -> None:
-    """Make the next `load` faster. This is for a thread, because it waits for processes.
-
-    The first load of code for the CPU looks for the vector instructions of the processor, and torch 2.11 starts three
-    Python processes for that, which took 26 to 42 s on a busy machine.
-    """
+    """Look for the processor's vector instructions, which the first load for a CPU waits for (40 s on torch 2.11)."""
     from torch._inductor import cpu_vec_isa
 
     cpu_vec_isa.valid_vec_isa_list()
@@ -195,13 +171,8 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
 
     for module in portable.modules:
         importlib.import_module(module)
-    for setter, value in portable.flags.items():
-        *path, name = setter.split(".")
-        owner: Any = functools.reduce(getattr, path, torch)
-        if callable(getattr(owner, name)):
-            getattr(owner, name)(value)
-        else:
-            setattr(owner, name, value)
+    for set_flag in portable.flags:
+        set_flag()
     configs = _configs()
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with contextlib.ExitStack() as state:
@@ -210,9 +181,6 @@ def restored(portable: PortableGraph) -> Iterator[tuple[torch.fx.GraphModule, li
         # As `torch._inductor.standalone_compile` does, which compiles a copy without the sources of the inputs.
         state.enter_context(configs["functorch"].patch(bundled_autograd_cache=True))
         state.enter_context(configs["inductor"].patch({"triton.autotune_at_compile_time": True}))
-        for autocast in portable.autocast:
-            state.enter_context(torch.autocast(**autocast, cache_enabled=False))
-        state.enter_context(torch.set_grad_enabled(portable.grad_mode))
         loaded: Any = GraphPickler.loads(portable.graph, fake_mode)
         graph_module, inputs, sources = loaded
         for subgraph in graph_module.modules():
@@ -230,9 +198,11 @@ def serialized(compiled: Any, inputs: Sequence[Any]) -> tuple[bytes, str | None]
 
     if getattr(compiled, "serialize", None) is None:
         raise NotPortableError("torch cannot serialize its compiled code")
-    integers = [value for value in inputs if isinstance(value, torch.SymInt)]
+    integers: list[Any] = [value for value in inputs if isinstance(value, torch.SymInt)]
     expression = None
     if integers:
-        shape_env: Any = integers[0].node.shape_env
+        shape_env = integers[0].node.shape_env
         expression = shape_env.produce_guards_expression(integers, guards=shape_env.get_pruned_guards(integers))
+        if not guard_of(expression, range(len(integers)))([value.node.hint for value in integers]):
+            raise NotPortableError(f"torch {torch.__version__} writes guards in another way: {expression}")
     return AOTCompiledArtifact(compiled).serialize(), expression

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
 
@@ -34,11 +33,9 @@ def is_first_compile(reason: str) -> bool:
 def trace_settings(*, frozen: bool) -> dict[str, bool]:
     """Return the settings of Dynamo without which it does not notice some changes of a module.
 
-    Workaround (torch<2.12): with ``skip_tensor_guards_with_matching_dict_tags``, torch skips the guards on the weights
-    of a module if the dictionary of the weights is unchanged. torch then does not notice a new ``requires_grad``, a new
-    dtype set through ``.data``, and a buffer that is an input and changes in the call. With
-    ``use_recursive_dict_tags_for_guards``, torch does not notice the first parameter of a module.
-    docs/reference/limits.md has the cost of all guards.
+    Workaround (torch<2.12): with the first shortcut, torch does not notice a new ``requires_grad``, a new dtype set
+    through ``.data``, and a buffer that is an input and changes in the call. With the second one, it does not notice
+    the first parameter of a module. docs/reference/limits.md has the cost of all guards.
     """
     shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
     return dict.fromkeys(shortcuts, False) if IS_2_11 and not frozen else {}
@@ -53,21 +50,20 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
     Workaround (torch<2.13): if an operator in ``forward`` changes a tensor in place, the captured function returns the
     tensor twice, and the gradient of the first copy gets lost.
     """
-    apply, graphs = torch.ops.higher_order.autograd_function_apply, []
-    for parent in graph_module.modules() if IS_OLDER_THAN_2_13 else ():
-        if isinstance(parent, torch.fx.GraphModule):
-            calls = parent.graph.find_nodes(op="call_function", target=apply)
-            graphs += [getattr(parent, call.args[0].target).graph for call in calls]
-    # The second entry of an output contains the saved tensors.
-    outputs = [
-        [
-            node.meta["example_value"].untyped_storage()._cdata
-            for node in graph.output_node().args[0][0]
-            if "example_value" in getattr(node, "meta", ())
-        ]
-        for graph in graphs
+    apply = torch.ops.higher_order.autograd_function_apply
+    calls = [
+        (parent, call)
+        for parent in (graph_module.modules() if IS_OLDER_THAN_2_13 else ())
+        if isinstance(parent, torch.fx.GraphModule)
+        for call in parent.graph.find_nodes(op="call_function", target=apply)
     ]
-    return any(len(set(memory)) < len(memory) for memory in outputs)
+    for parent, call in calls:
+        outputs, _ = getattr(parent, call.args[0].target).graph.output_node().args[0]  # and the saved tensors
+        values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
+        memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+        if len(set(memory)) < len(memory):
+            return True
+    return False
 
 
 def ends_at_gradient(graph_module: torch.fx.GraphModule) -> bool:

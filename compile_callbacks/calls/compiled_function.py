@@ -89,7 +89,7 @@ class CompiledFunction:
             return compile_graph()(graph, inputs)
 
         try:
-            compiled = _torch.frames.compile_function(function, backend, self._convert, **arguments)
+            compiled = _torch.dynamo.compile_function(function, backend, self._convert, **arguments)
         except _torch.ports.MissingPortError as error:
             self._log.warn_later("CC309", str(error), about="frames")
             compiled = torch.compile(function, backend=backend, **arguments)
@@ -98,7 +98,7 @@ class CompiledFunction:
 
     # ------------------------------------------------------------------------------------------ a frame
 
-    def _convert(self, frame: _torch.frames.Frame) -> Any:
+    def _convert(self, frame: _torch.dynamo.Frame) -> Any:
         """Let Dynamo trace a frame before its code runs, and decide what happens if it fails.
 
         If it fails on the target's own frame, none of the user's code has run, and the target is called eagerly. A
@@ -106,18 +106,18 @@ class CompiledFunction:
         """
         log, recorder, is_own = self._log, self._log.recorder, frame.code is next(iter(self.frames))
         if frame.code.co_filename.startswith(_PACKAGE) and not (is_own or frame.code.co_filename.endswith(_TRACED)):
-            return _torch.frames.skip_frame()
+            return _torch.dynamo.skip_frame()
         resets = self.frames.get(frame.code, -1)
         if resets is None:
             recorder.part_runs_eagerly()
         if resets is None or (resets == recorder.executions.resets and self._runs_miss_eagerly()):
-            return _torch.frames.run_frame_eagerly()
+            return _torch.dynamo.run_frame_eagerly()
         call = log.eventful_call()
         call.compiles = True
         try:
             with self._tracing(call):
                 result = frame.convert()
-            if (why_skipped := _torch.frames.skipped(result)) is None:
+            if (why_skipped := _torch.dynamo.skipped(result)) is None:
                 self.frames[frame.code] = recorder.executions.resets
             self.why_no_graph = why_skipped if is_own else self.why_no_graph
             if is_own and self._config.fullgraph and why_skipped:
@@ -132,7 +132,7 @@ class CompiledFunction:
             if is_own:
                 raise
             recorder.part_runs_eagerly()
-            return _torch.frames.run_frame_eagerly()
+            return _torch.dynamo.run_frame_eagerly()
 
     def _graph_breaks(self, error: Exception, is_own: bool) -> None:
         """Record an error after which torch runs a frame eagerly, and compiles the frames beneath."""

@@ -90,7 +90,7 @@ class CompiledTarget:
         in_checkpoint, within_miss = _torch.autograd.saves_through_hooks(), outer is not None and outer.missed
         if within_miss and not in_checkpoint:
             return True
-        if not self.called and (mode := _torch.modes.dispatch_mode()):
+        if not self.called and (mode := _torch.autograd.dispatch_mode()):
             self.function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
         self.called = True
         if is_transformed:

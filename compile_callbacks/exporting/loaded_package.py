@@ -105,7 +105,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     if device != "cpu" and (accelerator is None or accelerator.type != device):
         raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
     try:
-        run = _torch.export.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
+        run = _torch.inductor.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
     except Exception as error:
         reason, written_by = in_one_line(describe_failure(error)), metadata.get("torch")
         if written_by != torch.__version__:
@@ -159,7 +159,7 @@ def load_after_smoke_test(
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "inputs.pt")
         torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)
-        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.export.RUN_PACKAGE, str(path), str(tensors)]
+        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.inductor.RUN_PACKAGE, str(path), str(tensors)]
         try:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
         except OSError:  # Python cannot start a process if it is embedded in another program

@@ -259,7 +259,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
     users = options.get("aot_inductor.metadata") or {}
     options |= pass_options(passes, "infer") | {"aot_inductor.metadata": {**users, METADATA_KEY: metadata}}
     try:
-        _torch.export.compile_package(program, str(path), options)
+        _torch.inductor.compile_package(program, str(path), options)
     except Exception as error:
         reason = str(find_pass_error(error) or f"AOTInductor failed: {describe_failure(error)}")
         raise ExportError(with_code("CC601", in_one_line(reason, 400))) from error

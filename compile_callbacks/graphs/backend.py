@@ -142,7 +142,7 @@ class GraphBackend:
                 keeps_graph=self.keeps_graph,
             )
             graph = RequestedGraph(request, requests, self._log, new_graph, use, self._compile_here)
-        except _torch.portable_graphs.NotPortableError as error:
+        except Exception as error:  # also if torch has changed what a request needs
             self._recorder.record("foreground", self._key, reason=in_one_line(str(error)))
             return None
         self.requested.append(graph)
@@ -205,15 +205,14 @@ class GraphBackend:
             runs: list[PassRun] = []
             passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
-                with _torch.inductor.code_is_freed():
-                    compiled: Callable[..., Any] = _torch.inductor.compile_graph(
-                        graph,
-                        inputs,
-                        options={**options, **passes},
-                        activation_memory_budget=self._config.activation_memory_budget,
-                        keeps_graph=self.keeps_graph,
-                        on_backward_lowered=self._recorder.add_backward,
-                    )
+                compiled: Callable[..., Any] = _torch.inductor.compile_graph(
+                    graph,
+                    inputs,
+                    options={**options, **passes},
+                    activation_memory_budget=self._config.activation_memory_budget,
+                    keeps_graph=self.keeps_graph,
+                    on_backward_lowered=self._recorder.add_backward,
+                )
             except _torch.dynamo.control_flow():
                 raise
             except Exception as error:

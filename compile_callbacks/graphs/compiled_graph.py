@@ -30,7 +30,7 @@ class EagerGraph:
         """Run the graph."""
         self.log.recorder.part_runs_eagerly()
         try:
-            with _torch.modes.restored_after_error():  # takes 4 µs
+            with _torch.autograd.restored_after_error():  # takes 4 µs
                 outputs = self.graph.forward(*inputs)
         except torch.OutOfMemoryError:
             self.log.eventful_call().recompiles_in_next_call |= self.out_of_memory is not None

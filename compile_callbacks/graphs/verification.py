@@ -99,7 +99,7 @@ class Verification:
             unnoticed.callback(before.restore)
             unnoticed.enter_context(warnings.catch_warnings(action="ignore"))
             unnoticed.enter_context(_torch.autograd.outside_activation_checkpoints())
-            unnoticed.enter_context(_torch.modes.without_autocast_cache())
+            unnoticed.callback(torch.clear_autocast_cache)  # it has weights of the comparison
             unnoticed.enter_context(_torch.inductor.without_cuda_graphs())
             facts = _torch.graphs.examine_graph(self.eager, inputs)
             with_gradients = trains and not facts.has_subclasses
@@ -151,10 +151,10 @@ class _Runs:
 
     def check_memory(self, device: torch.device, factor: int = 1) -> None:
         """Raise an error if a run may need more than the free memory, because the user's process would run out."""
-        facts, needed = self.facts, self.facts.peak_bytes
+        facts, needed = self.facts, sum(self.facts.value_bytes)
         if self.with_gradients:  # an upper bound, because eager execution does not save all values
             # Outputs have copies and random gradients. A backward operator may need two more values.
-            needed = sum(facts.value_bytes) + 2 * max(facts.value_bytes, default=0) + 3 * facts.output_bytes
+            needed += 2 * max(facts.value_bytes, default=0) + 3 * facts.output_bytes
             needed += sum(x.nbytes for x in self.inputs if isinstance(x, torch.Tensor) and x.requires_grad)
         needed += 2 * sum(self.inputs[position].nbytes for position in facts.written)
         mib, free = (factor * needed + accuracy.COMPARISON_BYTES) / 2**20, free_memory(device)
@@ -166,7 +166,7 @@ class _Runs:
         self.before.restore()
         arguments, leaves = self._arguments(double)
         # In the grad mode of the call: without gradients, no argument requires grad, but the graph may need the mode.
-        with _torch.modes.restored_after_error(), _torch.graphs.computing_in_double(double):
+        with _torch.autograd.restored_after_error(), _torch.graphs.computing_in_double(double):
             outputs = function(*arguments)
             tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
             changed = {self.names[position]: arguments[position] for position in sorted(self.facts.written)}

@@ -83,14 +83,14 @@ def callees_of(name: str, module: nn.Module) -> list[Callee]:
     parts run. torchtitan compiles each transformer block for the same reason.
     """
     name = strip_fsdp1_names(name)
-    is_fsdp1, is_fsdp2 = _torch.distributed.is_fsdp1_unit, _torch.distributed.is_fsdp2_unit
-    units = {path: part for path, part in module.named_modules() if is_fsdp1(part) or is_fsdp2(part)}
+    is_unit, fsdp1 = _torch.distributed.is_fsdp_unit, "FullyShardedDataParallel"
+    units = {path: part for path, part in module.named_modules() if is_unit(part, "FSDPModule", fsdp1)}
     prefix = "" if name == "forward" else name.removesuffix(".forward")
     callees = []
     for path, unit in units.items():
         if not any(other != path and (not path or other.startswith(f"{path}.")) for other in units):
             unit_name = ".".join(part for part in (prefix, strip_fsdp1_names(path)) if part) or name
-            wrapped = is_fsdp1(unit)
+            wrapped = is_unit(unit, fsdp1)
             callees.append(Callee(unit_name, unit.module) if wrapped else Callee(unit_name, unit, "forward"))
     return callees or [Callee(name, module)]
 

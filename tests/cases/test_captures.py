@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 from compile_callbacks import CompileError, InductorBackend, compile_phases, report_of, restore
-from compile_callbacks._torch import modes
+from compile_callbacks._torch import autograd
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.support.models import CLASSES, FEATURES, mlp
@@ -89,7 +89,7 @@ def test_modes_are_restored_after_an_error(levels):
         raise KeyError("between two operators")
 
     def check_restored(x):
-        with pytest.raises(KeyError), modes.restored_after_error():
+        with pytest.raises(KeyError), autograd.restored_after_error():
             enter()
         assert torch._C._functorch.get_dynamic_layer_stack_depth() == levels
         assert torch.is_grad_enabled()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -10,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.symbolic_convert
-import torch.distributed as dist
 from torch import nn
 
 import compile_callbacks
-from compile_callbacks import CompileWarning, InductorConfig, report_of
+from compile_callbacks import report_of
 from tests.cases.case import Case, check
 from tests.cases.zoo import Calls
-from tests.support.models import FEATURES, Classifier, Wrapper, mlp
+from tests.support.models import FEATURES, Classifier, mlp
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 

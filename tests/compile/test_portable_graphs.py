@@ -116,7 +116,8 @@ def test_autocast_and_configs_travel():
         assert torch.compile(net, backend=backend)(torch.randn(2, 8)).dtype == torch.bfloat16
     graph = backend.requests[0].graph
     assert graph.configs["inductor"]["cpp.threads"] == 1
-    assert graph.autocast == ({"device_type": "cpu", "dtype": torch.bfloat16},)
+    with torch.autocast("cpu", enabled=False), _torch.portable_graphs.restored(graph):
+        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.bfloat16)
 
 
 def test_the_kernels_that_the_user_allows_travel():

@@ -83,15 +83,13 @@ def eager_checkpoints_draw_again(monkeypatch):
 
 
 NEEDED = {
-    "autograd.in_backward": NO_PUBLIC_FUNCTION,
-    "autograd.saves_through_hooks": NO_PUBLIC_FUNCTION,
     "autograd.save_copies": written_inputs_are_saved,
     "autograd.graph_is_kept": NO_PUBLIC_FUNCTION,
     "autograd.overwrite_no_saved_tensors": donated_buffers_refuse_a_second_backward,
-    "modes.restored_after_error": NO_PUBLIC_FUNCTION,
+    "autograd.restored_after_error": NO_PUBLIC_FUNCTION,
     "inductor.without_cuda_graphs": "tests/gpu/test_verification.py",
     "inductor.end_failed_warmup": "tests/gpu/test_memory.py",
-    "frames.compile_function": lambda _: set(inspect.signature(torch.compile).parameters) <= PARAMETERS,
+    "dynamo.compile_function": lambda _: set(inspect.signature(torch.compile).parameters) <= PARAMETERS,
     "dynamo.transform_checks": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": lambda _: hasattr(torch.distributed.fsdp, "FullyShardedDataParallel"),
     "dynamo.frames_with_constant_draws": draws_are_constant,

@@ -338,7 +338,7 @@ def test_code_that_the_system_may_not_run_names_the_folder_and_no_versions(packa
     def load_package(path):
         raise RuntimeError("wrapper.so: failed to map segment from shared object")
 
-    monkeypatch.setattr("compile_callbacks._torch.export.load_package", load_package)
+    monkeypatch.setattr("compile_callbacks._torch.inductor.load_package", load_package)
     with pytest.raises(ExportError, match=r"segment .*must be executable, or set TMPDIR") as failed:
         load_exported(packages.net)
     assert "wrote it" not in str(failed.value)

@@ -64,7 +64,7 @@ def test_nothing_private_is_read_when_the_package_is_imported():
 def test_the_package_uses_few_private_parts_of_torch():
     """``.ci/private_names.py`` prints both lists."""
     counts = [len({use.what for use in USES if use.kind == "name"}), len({u.port for u in USES if u.kind == "change"})]
-    assert counts <= [65, 10]
+    assert (counts[0] <= 61, counts[1] <= 10) == (True, True), counts
 
 
 def test_no_import_points_up():
