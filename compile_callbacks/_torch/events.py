@@ -21,16 +21,12 @@ def listeners() -> tuple[list[Any], list[Any]]:
     return handler.start_callbacks, handler.end_callbacks
 
 
-def register(*start_and_end: Callable[[Any], None]) -> None:
-    """Add two functions to torch's lists."""
-    for functions, function in zip(listeners(), start_and_end, strict=True):
-        functions.append(function)
-
-
-def unregister(*start_and_end: Callable[[Any], None]) -> None:
-    """Remove two functions from torch's lists, unless a reset has already removed them."""
-    for functions, function in zip(listeners(), start_and_end, strict=True):
-        if function in functions:
+def listen(start: Callable[[Any], None], end: Callable[[Any], None], *, active: bool) -> None:
+    """Add two functions to torch's lists, or remove them, unless a reset has already removed them."""
+    for functions, function in zip(listeners(), (start, end), strict=True):
+        if active:
+            functions.append(function)
+        elif function in functions:
             functions.remove(function)
 
 

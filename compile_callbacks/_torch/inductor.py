@@ -76,6 +76,9 @@ def start_compile_processes() -> None:
     maybe_warm_pool()
 
 
+_TAGGED = "unsafe_marked_cacheable_functions"
+
+
 def compile_graph(
     graph_module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -93,6 +96,7 @@ def compile_graph(
     """
     with ports.essential("inductor"):
         from torch._functorch import config as functorch_config
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     if options.get("triton.cudagraphs"):
@@ -125,8 +129,14 @@ def compile_graph(
         for i, value in enumerate(example_inputs)
         if "_dynamo_static_input_type" in marks[i] and not isinstance(value, torch.nn.Parameter)
     ]
-    # The tag prevents that the cache returns code that was compiled without these changes.
-    options = tagged(options, f"{torch_2_11.autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}")
+    # A tag prevents that the cache returns code that was compiled without these changes. All options are a part of its
+    # keys, and no function has the name of this entry. With ``torch.compiler.config.cache_key_tag``, each warm start
+    # would benchmark its kernels again, because the compile processes, which save the results, do not have it.
+    tag = f"{torch_2_11.autocast_state()} copies_saved={buffers} keeps_graph={keeps_graph}"
+    if _TAGGED not in config.save_config_portable(ignore_private_configs=False):
+        raise RuntimeError(f"torch {torch.__version__} has no option {_TAGGED!r} in the keys of its caches")
+    functions = {**getattr(config, _TAGGED), **options.get(_TAGGED, {}), "compile_callbacks tag": tag}
+    options = {**options, _TAGGED: functions}
     with functorch_config.patch(settings), ports.optional_block("CUDA graphs", _switchable_cuda_graphs):
         compiled: Any = compile_fx(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
     _forget_constants()
@@ -147,22 +157,6 @@ def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
     sizes = [value.nbytes for value in values if isinstance(value, torch.Tensor)]
     return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
-
-
-_TAG = "unsafe_marked_cacheable_functions"
-
-
-def tagged(options: Mapping[str, Any], tag: str) -> dict[str, Any]:
-    """Return options of Inductor with a tag, which is a part of the keys of torch's caches for graphs.
-
-    All options are a part of these keys, and no function has the name of this entry. With torch's own tag
-    (``torch.compiler.config.cache_key_tag``), each warm start would benchmark its kernels again, because the compile
-    processes, which save the results, do not have it (2.11 and 2.15).
-    """
-    if _TAG not in settings().save_config_portable(ignore_private_configs=False):
-        raise RuntimeError(f"torch {torch.__version__} has no option {_TAG!r} in the keys of its caches")
-    functions = {**getattr(settings(), _TAG), **options.get(_TAG, {}), "compile_callbacks tag": tag}
-    return {**options, _TAG: functions}
 
 
 def cache_folder() -> Path:

@@ -93,7 +93,8 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
     if shared and shared & graphs.examine_graph(graphs.eager_graph(graph_module), inputs).written:
         raise NotPortableError("it writes an input that shares memory with another input")
     lean = graphs.copy_of_graph(graph_module)
-    for name in ("compile_subgraph_reason", "_source_to_user_stacks"):  # the same graph has the same request
+    lean.meta.pop("backend_id", None)  # random. The same graph has the same request.
+    for name in ("compile_subgraph_reason", "_source_to_user_stacks"):
         vars(lean).pop(name, None)
     data = _pickled((lean, fakes, [getattr(node, "_dynamo_source", None) for node in placeholders]))
     if b"__main__" in data:

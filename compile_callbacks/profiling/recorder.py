@@ -107,7 +107,7 @@ class CompileRecorder:
             _, self._breaks_seen = _torch.events.graph_breaks(0)
             for _ in _torch.events.compilation_records(self._records_seen):
                 pass
-            _torch.events.register(self, self.compile_ends)
+            _torch.events.listen(self, self.compile_ends, active=True)
         self._listening = True
 
     def listen_after_reset(self) -> None:
@@ -119,7 +119,7 @@ class CompileRecorder:
         """Stop listening, and remove all listeners from torch."""
         self.collect()
         self._listening = False
-        _torch.events.unregister(self, self.compile_ends)
+        _torch.events.listen(self, self.compile_ends, active=False)
 
     def collect(self) -> None:
         """Read torch's compilation metrics, which torch writes after it has announced the end of a compile."""
