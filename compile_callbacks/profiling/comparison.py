@@ -94,23 +94,16 @@ class _Side:
             else:
                 chunks.append(list(window))
         samples = sorted(itertools.chain(*chunks))
-        self.logs = [math.log(ms) for ms in samples]
         self.median = math.log(statistics.median(samples))
         medians = [math.log(statistics.median(chunk)) for chunk in chunks if len(chunk) >= MIN_SAMPLES]
         self.deviations = [median - self.median for median in medians]
-
-    @property
-    def error(self) -> float:
-        """The standard error of the median (Price and Bonett, J. Statist. Comput. Simul. 68, 2001)."""
-        rank, width = _ranks(len(self.logs))
-        return (self.logs[-rank] - self.logs[rank - 1]) / width
-
-    @property
-    def trend(self) -> float:
-        """The deviation before the first window by a linear regression, or 0 for too few windows."""
-        if len(self.deviations) < _MIN_TREND_WINDOWS:
-            return 0.0
-        return statistics.linear_regression(range(1, len(self.deviations) + 1), self.deviations).intercept
+        # The standard error of the median (Price and Bonett, J. Statist. Comput. Simul. 68, 2001).
+        rank, width = _ranks(len(samples))
+        self.error = (math.log(samples[-rank]) - math.log(samples[rank - 1])) / width
+        # The deviation before the first window by a linear regression, or 0 for too few windows.
+        count, self.trend = len(medians), 0.0
+        if count >= _MIN_TREND_WINDOWS:
+            self.trend = statistics.linear_regression(range(1, count + 1), self.deviations).intercept
 
 
 @functools.lru_cache

@@ -42,8 +42,7 @@ def plot_phases(phases: Mapping[Phase, PhaseReport]) -> Figure:
     """Draw a row for each phase, which contains the step times."""
     timed = {phase: report for phase, report in phases.items() if report.diagnostics.series}
     if not timed:
-        message = "no step was timed yet, so there is nothing to plot: call plot() after a trainer has run"
-        raise ValueError(message)
+        raise ValueError("no step was timed yet, so there is nothing to plot: call plot() after a trainer has run")
     figure = _NotebookFigure(figsize=(12, 3.9 * len(timed)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot, which would select a backend for the process and keep the figure in memory
     rows = figure.subfigures(len(timed), 1, squeeze=False)[:, 0]
@@ -52,11 +51,7 @@ def plot_phases(phases: Mapping[Phase, PhaseReport]) -> Figure:
         title = f"{phase}: {in_one_line(report.mode, 40)} — {verdict}"
         row.suptitle(textwrap.fill(title, 160), x=0.01, ha="left", fontsize=10)
         axes = row.subplots()
-        last = max(max(entry["steps"]) for entry in report.diagnostics.series)
-        edge = max(0.02 * last, 0.3)
-        _draw_times(axes, report, last)
-        _mark_compiles(axes, report)
-        axes.set_xlim(1 - edge, last + edge)
+        _draw_times(axes, report)
         axes.set_xlabel(f"{phase} step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -67,12 +62,14 @@ def plot_phases(phases: Mapping[Phase, PhaseReport]) -> Figure:
     return figure
 
 
-def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
-    """Draw the times of eager steps and of compiled steps with the settings of the phase. The axis starts at zero."""
+def _draw_times(axes: Axes, report: PhaseReport) -> None:
+    """Draw the times of eager and compiled steps with the settings of the phase, and mark the steps that compiled."""
+    series, medians, times = report.diagnostics.series, [0.0], [0.0]
+    last = max(max(entry["steps"]) for entry in series)
+    edge = max(0.02 * last, 0.3)
     axes.set_title("step time in ms", loc="left", fontsize=9)
-    times: list[float] = []
-    medians: list[float] = []
-    for entry in report.diagnostics.series:
+    axes.set_xlim(1 - edge, last + edge)
+    for entry in series:
         if entry["kind"] == "compiling" or entry["candidate"] not in (None, report.mode):
             continue
         steps, eager = entry["steps"], entry["kind"] == "eager"
@@ -86,14 +83,9 @@ def _draw_times(axes: Axes, report: PhaseReport, last: int) -> None:
         axes.plot(ends, (median, median), color=color, lw=1.6, ls=style, zorder=4, label=label)
         times += entry["ms"]
         medians.append(median)
-    if medians:
-        axes.set_ylim(0, 1.15 * min(max(times + medians), 2 * max(medians)))  # a few slow steps would flatten the curve
-
-
-def _mark_compiles(axes: Axes, report: PhaseReport) -> None:
-    """Mark the steps that compiled."""
-    steps = [step for entry in report.diagnostics.series if entry["kind"] == "compiling" for step in entry["steps"]]
-    if steps:
-        label = "step that compiles" if len(steps) == 1 else f"{len(steps)} steps that compile"
-        across = axes.get_xaxis_transform()
+    # The axis starts at zero. A few slow steps would flatten the curve.
+    axes.set_ylim(0, 1.15 * min(max(times + medians), 2 * max(medians)) or None)
+    if steps := [step for entry in series if entry["kind"] == "compiling" for step in entry["steps"]]:
+        label, across = f"{len(steps)} steps that compile", axes.get_xaxis_transform()
+        label = "step that compiles" if len(steps) == 1 else label
         axes.vlines(steps, 0, 1, color=_COMPILING_COLOR, label=label, transform=across, lw=1.1, alpha=0.8, zorder=1)
