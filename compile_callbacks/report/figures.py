@@ -287,9 +287,7 @@ class PhaseReport(Figures):
     def verified(self) -> str | None:
         """The number of graphs by result of the [comparison with eager](limits.md#verification), such as `equal 12, not
         compared 2 (dropout)`. `outputs only` means that gradients were not compared, and `58 of 62 tensors` that
-        rounding alone decides the others. Graphs that draw random numbers, as dropout does, are not compared;
-        `{"options": {"fallback_random": True}}` as the mode makes them comparable, but slower. `None` if no graph was
-        compared."""
+        rounding alone decides the others. `None` if no graph was compared."""
         events = [event for event in self.diagnostics.events_of("verify") if "verdict" in event]
         tensors, noisy = (sum(self.diagnostics.values(name)) for name in ("tensors", "noisy_tensors"))
         counts = Counter((event["verdict"], event.get("why_not")) for event in events)
@@ -299,14 +297,12 @@ class PhaseReport(Figures):
 
     @figure("speed", _with_spread("eager"), scalar="step/PHASE/eager_ms")
     def eager_step_ms(self) -> float | None:
-        """Median time of the eager baseline steps, in milliseconds. The row also shows ± half of the interquartile
-        range: the middle half of the samples lies in a range of twice this width. ± is the spread of single steps, not
-        the error of the median, and needs four samples."""
+        """Median time of the eager baseline steps, in milliseconds, and [± the spread](measuring.md#spread)."""
         return median_ms(self.facts.times.eager_ms)
 
     @figure("speed", _with_spread("compiled"), scalar="step/PHASE/compiled_ms")
     def compiled_step_ms(self) -> float | None:
-        """Median time of the compiled steps of the same workload, in milliseconds, and ± as above."""
+        """Median time of the compiled steps of the same workload, in milliseconds, and ± the spread."""
         return median_ms(self.facts.times.compiled_ms)
 
     @figure(
@@ -329,11 +325,8 @@ class PhaseReport(Figures):
 
     @figure("speed", "{:.1f}", scalar="step/PHASE/net_seconds_saved")
     def net_seconds_saved(self) -> float | None:
-        """The seconds that all steps since the baseline saved. Each compiled step saves the share of its time by which
-        the two medians differ. Steps of a stage without eager steps save nothing. A step that compiles counts with its
-        whole time, including verification. The import of the compiler, about a second, counts in the phase that
-        compiles first. `None` if the baseline of the workload has fewer than five samples, or if the verdict is `not
-        comparable`."""
+        """The seconds that all steps since the baseline [saved](measuring.md#break-even-steps). `None` if the baseline
+        of the workload has fewer than five samples, or if the verdict is `not comparable`."""
         return self.facts.savings.net_seconds if self.facts.savings else None
 
     @figure("speed", "{:.0f}", row="break-even steps", scalar="step/PHASE/break_even_steps")
