@@ -55,7 +55,6 @@ class Executions:
     mixed: bool = False  # whether such a call in the running step belongs to a target that has compiled graphs
     compiles: int = 0
     resets: int = 0  # the number of calls of ``torch.compiler.reset()`` during the runs
-    discarded: set[CompileKey] = field(default_factory=set)  # by such a call, until the target compiles again
     pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)  # of custom graph passes, in order
     import_seconds: float = 0.0  # that the import of the compiler took; the phase that compiles first pays for it
 
@@ -102,7 +101,6 @@ class CompileRecorder:
         if self not in self.listeners:
             if self._listening:
                 self.executions.resets += 1
-                self.executions.discarded = set(self._keys.values())
                 self._keys.clear()  # because torch starts compile ids from 0 again
             _, self._breaks_seen = _torch.events.graph_breaks(0)
             for _ in _torch.events.compilation_records(self._records_seen):
@@ -165,9 +163,6 @@ class CompileRecorder:
         self.progress.compile_ends()
         event.seconds, key = clock.now() - self.calling.began, event.key
         self._add(event)
-        if key in self.executions.discarded:
-            self.executions.discarded.remove(key)
-            self.record("recompile", key, reason="torch.compiler.reset() discarded the compiled graphs")
         explained, hits = self.calling.other_grad_mode or (None, 0)
         # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
         if explained is not None and hits == _torch.events.cache_hits():

