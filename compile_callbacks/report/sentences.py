@@ -41,54 +41,52 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
+_CLAIMS = {
+    "faster": "{speedup} faster ({times}), saved {saved} after {compiling} of compiling",
+    "compile time not repaid": "{speedup} faster ({times}), but {compiling} compiling are not repaid: lost {lost} so "
+    "far, break-even {break_even}",
+    "slower": "{slower} ({times}): {cause}",
+    "no difference": "no difference ({eager} vs {compiled} ms, spread ±{spread}), {compiling} spent compiling",
+    "not comparable": "no factor ({times}): {doubt}; measure again while no other program uses the machine; on a CPU, "
+    "also set OMP_NUM_THREADS=1",
+    "too few samples": "too few samples ({times}): {samples} of one kind, {least} of each are needed",
+    "still compiling": "not compiled yet: the run was shorter than the compile in the background ({waited} meanwhile)",
+    "not compiled": "not compiled: {uncompiled}",
+}
+_ONE_SIDE = "too few samples: no {missing} steps of the same workload to compare, {compiling} spent compiling"
+
+
 def _claim(report: PhaseReport) -> str:
     """Return the verdict line without losses, settings without effect and advice."""
+    if report.verdict is None:
+        return _why_no_verdict(report)
     details, eager_ms, compiled_ms = report.diagnostics, report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0
-    times, speedup = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms", report.speedup or 1.0
-    net, compiling = report.net_seconds_saved or 0, _duration(report.compile_seconds or 0)
-    match report.verdict:
-        case "faster":
-            return f"{_times(speedup)} faster ({times}), saved {_duration(net)} after {compiling} of compiling"
-        case "compile time not repaid":
-            steps = math.inf if report.break_even_steps is None else report.break_even_steps
-            when = "never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps"
-            lost = f"{compiling} compiling are not repaid: lost {_duration(-net)} so far, break-even {when}"
-            return f"{_times(speedup)} faster ({times}), but {lost}"
-        case "slower":
-            slower = f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower"
-            return f"{slower} ({times}): {_why_slower(report)}"
-        case "no difference":
-            spread = _ms(max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0) / 2)
-            both = f"{_ms(eager_ms)} vs {_ms(compiled_ms)} ms, spread ±{spread}"
-            return f"no difference ({both}), {compiling} spent compiling"
-        case "not comparable":
-            low, high = details.speedup_interval or (0, math.inf)
-            why = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
-            if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
-                why = "such a difference is a fault of the measurement, as when threads wait for each other"
-            advice = "measure again while no other program uses the machine; on a CPU, also set OMP_NUM_THREADS=1"
-            return f"no factor ({times}): {why}; {advice}"
-    return _why_not_compared(report)
-
-
-def _why_not_compared(report: PhaseReport) -> str:
-    eager_ms, compiled_ms = report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0
-    match report.verdict:
-        case "too few samples" if not (eager_ms and compiled_ms):
-            of, spent = "compiled" if eager_ms else "eager", f"{_duration(report.compile_seconds or 0)} spent compiling"
-            return f"too few samples: no {of} steps of the same workload to compare, {spent}"
-        case "too few samples":
-            samples = f"{report.samples} of one kind, {MIN_SAMPLES} of each are needed"
-            return f"too few samples ({_ms(eager_ms)} → {_ms(compiled_ms)} ms): {samples}"
-        case "still compiling":
-            meanwhile = _count(report.diagnostics.waiting_steps, "step")
-            return f"not compiled yet: the run was shorter than the compile in the background ({meanwhile} meanwhile)"
-        case "not compiled":
-            why, code = _why_uncompiled(report)
-            return f"not compiled: {why}" + (f", see {code}" if code else "")
-        case None:
-            return _why_no_verdict(report)
-    return ""  # a newer version of this library may know other verdicts
+    speedup, net, steps = report.speedup or 1.0, report.net_seconds_saved or 0, report.break_even_steps or math.inf
+    low, high = details.speedup_interval or (0, math.inf)
+    doubt = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
+    if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
+        doubt = "such a difference is a fault of the measurement, as when threads wait for each other"
+    lacks_side = report.verdict == "too few samples" and not (eager_ms and compiled_ms)
+    uncompiled, code = _why_uncompiled(report)
+    return (_ONE_SIDE if lacks_side else _CLAIMS.get(report.verdict, "")).format(
+        speedup=_times(speedup),
+        slower=f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower",
+        cause=_why_slower(report),
+        times=f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms",
+        eager=_ms(eager_ms),
+        compiled=_ms(compiled_ms),
+        spread=_ms(max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0) / 2),
+        saved=_duration(net),
+        lost=_duration(-net),
+        break_even="never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps",
+        compiling=_duration(report.compile_seconds or 0),
+        doubt=doubt,
+        samples=report.samples,
+        least=MIN_SAMPLES,
+        missing="compiled" if eager_ms else "eager",
+        waited=_count(details.waiting_steps, "step"),
+        uncompiled=uncompiled + (f", see {code}" if code else ""),
+    )
 
 
 def _why_no_verdict(report: PhaseReport) -> str:
