@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ContractError(f"{args.against} cannot be written: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise ContractError(f"{path}: the record is damaged: {type(error).__name__}: {error}") from error
+        raise ContractError(f"{path} or {args.against} is damaged: {type(error).__name__}: {error}") from error
     notes = []
     if contract.get("torch", torch) != torch:
         notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")

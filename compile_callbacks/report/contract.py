@@ -6,7 +6,6 @@ Imports no torch, so that ``compile-callbacks check`` starts fast.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,9 +26,8 @@ MARGIN = 0.2
 _EVENTS = {"recompiles": "recompile", "fallbacks": "fallback", "skipped_cudagraphs": "cudagraph_skip"}
 _VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
 _WITH_MARGIN = ("peak_memory_mib", "compile_seconds", "speedup")
-_PHASE_FIELDS: dict[str, Any] = {"targets": list, "graphs": int, "graph_breaks": dict}
-_PHASE_FIELDS |= dict.fromkeys((*_EVENTS, *_VERDICTS), int) | dict.fromkeys(_WITH_MARGIN, int | float)
-_FIELDS: dict[str, Any] = {"version": int, "call": str, "torch": str, "margin": int | float}
+_PHASE_FIELDS = ("targets", "graphs", "graph_breaks", *_EVENTS, *_VERDICTS, *_WITH_MARGIN)
+_FIELDS = ("version", "call", "torch", "margin", *PHASES)
 _NEEDED = f"memory needs a GPU, and a speedup {MIN_SAMPLES} steps of each kind of one workload that vary little"
 
 
@@ -58,39 +56,31 @@ def read_record(path: Path, call: str | None = None) -> dict[str, Any]:
 
 
 def read_contract(path: Path) -> dict[str, Any]:
-    """Read a contract, and check its fields."""
-    contract = {"margin": MARGIN, **_checked(path, "", _load(path), _FIELDS | dict.fromkeys(PHASES, dict))}
+    """Read a contract, and check the names of its fields."""
+    contract = {"margin": MARGIN, **_load(path)}
     if contract.get("version") != VERSION:
         raise ContractError(f"{path}: version={contract.get('version')!r}, but this library reads version {VERSION}")
     if contract["margin"] < 0:
         raise ContractError(f"{path}: margin={contract['margin']!r} must be a number from 0 on, such as {MARGIN}")
-    if not (phases := [phase for phase in PHASES if phase in contract]):
+    phases = {f"{phase}.": contract[phase] for phase in PHASES if phase in contract}
+    for prefix, fields in {"": contract, **phases}.items():
+        known = [prefix + name for name in (_PHASE_FIELDS if prefix else _FIELDS)]
+        for name in fields:
+            if prefix + name not in known:
+                raise ContractError(f"{path}: {unknown('field', prefix + name, known)}")
+    if not phases:
         raise ContractError(f"{path} checks nothing: it has neither of the phases {' and '.join(PHASES)}")
-    for phase in phases:
-        fields = _checked(path, f"{phase}.", contract[phase], _PHASE_FIELDS)
-        breaks, targets = fields.get("graph_breaks", {}), dict(enumerate(fields.get("targets", ())))
-        _checked(path, f"{phase}.graph_breaks.", breaks, dict.fromkeys(breaks, int))
-        _checked(path, f"{phase}.targets.", targets, dict.fromkeys(targets, str))
     return contract
 
 
 def _load(path: Path) -> Any:
+    def refuse(constant: str) -> None:  # because each comparison with NaN is false
+        raise ValueError(f"{constant} is no number")
+
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"{path} cannot be read: {error}") from error
-
-
-def _checked(path: Path, prefix: str, data: Any, types: Mapping[Any, Any]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ContractError(f"{path} is not a contract: it must be a JSON object")
-    for name, value in data.items():
-        if name not in types:
-            raise ContractError(f"{path}: {unknown('field', prefix + name, [prefix + known for known in types])}")
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        if not isinstance(value, types[name]) or isinstance(value, bool) or not is_finite:
-            raise ContractError(f"{path}: {prefix}{name}={value!r} has the wrong type, or is not finite")
-    return data
 
 
 def make_contract(record: Mapping[str, Any]) -> dict[str, Any]:
