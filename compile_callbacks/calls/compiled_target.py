@@ -168,7 +168,7 @@ class CompiledTarget:
             if within_stage:
                 self.weights, self.backend.frozen = None, False
                 reason, name = "freezing has no effect on steps that change the weights", self.key.target
-                self._recorder.record("freezing", self.key, reason=reason, show=False)
+                self._recorder.record("freezing", self.key, reason=reason)
                 message = f"{reason}: target {name!r} runs without frozen weights. Set freezing=False in infer_mode"
                 self.log.warn_later("CC204", message, about=(name, "freezing"))
         return self.function.get()

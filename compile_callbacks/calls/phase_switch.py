@@ -141,7 +141,7 @@ class PhaseSwitch:
         key = CompileKey(target.name, "infer", variant.name)
         message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
         if all(event.reason != message for event in self._recorder.events_of(key, "freezing")):
-            self._recorder.record("freezing", key, reason=message, show=False)
+            self._recorder.record("freezing", key, reason=message)
         if variant.name is None:  # nobody asked for the candidates of "auto"
             self._warn.warn("CC204", message, about=(reason, "freezing"))
         return False

@@ -182,19 +182,18 @@ class CompileRecorder:
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def record(self, kind: EventKind, key: CompileKey, *, show: bool = True, **attributes: Any) -> None:
+    def record(self, kind: EventKind, key: CompileKey, **attributes: Any) -> None:
         """Record an event of a target."""
-        self._add(self._event(kind, key, **attributes), show=show)
+        self._add(self._event(kind, key, **attributes))
 
     def _event(self, kind: EventKind, key: CompileKey, **attributes: Any) -> CompileEvent:
         target, phase, candidate = key
         return CompileEvent(kind=kind, target=target, phase=phase, candidate=candidate, step=self.step, **attributes)
 
-    def _add(self, event: CompileEvent, *, show: bool = True) -> None:
+    def _add(self, event: CompileEvent) -> None:
         self.events.append(event)
         self.executions.compiles += event.kind in ("compile", "verify")
-        if show:
-            self.progress.show(event)
+        self.progress.show(event)
 
     def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:
         """Return the events of a kind about a target."""

@@ -347,7 +347,7 @@ class Session:
             if event is not None:
                 kind, key, reason = event
                 if not any(event.reason for event in self._recorder.events_of(key, kind)):
-                    self._recorder.record(kind, key, reason=reason, code=code or None, show=bool(code))
+                    self._recorder.record(kind, key, reason=reason, code=code or None)
             if message:
                 self._warn.warn(code, message, about=about)
 
