@@ -10,7 +10,7 @@ import random
 import tempfile
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -54,8 +54,8 @@ def assert_same_training(
 
     If a value differs by more than the tolerance, the function trains once more without the callback, with noise in the
     last bit of each weight. A difference of the size of this noise's effect is rounding. The result is
-    ``"cannot tell"`` if losses, outputs or metrics differ, but only after the noise has moved them, or all gradients
-    together, by more than the tolerance.
+    ``"cannot tell"`` if losses or outputs differ, but only after the noise has moved them, or all gradients together,
+    by more than the tolerance.
 
     Args:
         make_module: Makes the LightningModule, once for each run.
@@ -69,7 +69,7 @@ def assert_same_training(
             weights and optimizer state, which consist of gradients.
         allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
 
-    A metric or an attribute that differs between two eager runs, such as a logged time, is not compared. A warning
+    A metric or an attribute that differs between the two eager runs, such as a logged time, is not compared. A warning
     names it.
 
     Raises:
@@ -92,60 +92,43 @@ def assert_same_training(
     errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
     if not errors:
         return "same"
-    if not (errors := _comparable(errors, eager, _Run().train(*arguments), limit)):
-        return "same"
     noisy = _Run(noise=True).train(*arguments)
-    differing, unclear, noise = _classify(errors, keys, eager, noisy, limit, limits["gradient"])
-    if differing:
-        (step, name), *further = sorted(differing, key=lambda key: -errors[key])
+    noises = {key: _error(noisy.values.get(key), eager.values.get(key)) for key in keys}
+    moved = {
+        name for (_, name), error in noises.items() if error > limit and name.startswith(("metric ", "attribute "))
+    }
+    if names := sorted({name for _, name in errors if name in moved}):
+        warnings.warn(f"not compared, because they differ between two eager runs: {', '.join(names)}", stacklevel=2)
+    # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
+    chaotic = min(
+        (s for s in dict(keys) if _gradient_error(noisy, eager, s + 1) > limits["gradient"]), default=math.inf
+    )
+    noise: dict[str, float] = defaultdict(float)
+    found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for step, name in keys:
+        noise[name] = max(noise[name], noises[step, name])
+        error = 0.0 if name in moved else errors.get((step, name), 0.0)
+        if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
+            continue  # the error is rounding
+        if noise[name] <= limit and (step < chaotic or math.isinf(error)):
+            found["different"].append((step, name))
+        elif name.startswith(("loss", "output")):
+            found["cannot tell"].append((step, name))
+    if found["different"]:
+        first = [key for key in found["different"] if key[0] == found["different"][0][0]]
+        (step, name), *further = sorted(first, key=lambda key: -errors[key])
         also = f"; also different: {', '.join(value for _, value in further[:3])}" if further else ""
         raise AssertionError(
             f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
             f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
         )
-    if not unclear or allow_cannot_tell:
-        return "cannot tell" if unclear else "same"
-    step, name = unclear[0]
-    raise AssertionError(
-        f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the last "
-        f"bit moves eager by {noise[name]:.2g}"
-    )
-
-
-def _classify(
-    errors: Mapping[tuple[int, str], float],
-    keys: Sequence[tuple[int, str]],
-    eager: _Run,
-    noisy: _Run,
-    limit: float,
-    gradient_limit: float,
-) -> tuple[list[tuple[int, str]], list[tuple[int, str]], Mapping[str, float]]:
-    """Return the values that differ by more than rounding, those for which it is unclear, and the noise of each."""
-    # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
-    chaotic = [s for s in {step for step, _ in keys} if _gradient_error(noisy, eager, s + 1) > gradient_limit]
-    noise: dict[str, float] = defaultdict(float)
-    differing: list[tuple[int, str]] = []
-    unclear: list[tuple[int, str]] = []
-    for step, name in keys:
-        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
-        error = errors.get((step, name), 0.0)
-        if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
-            continue  # the error is rounding
-        if noise[name] <= limit and (step < min(chaotic, default=math.inf) or math.isinf(error)):
-            if not differing or step == differing[0][0]:
-                differing.append((step, name))
-        elif name.startswith(("loss", "output", "metric")):
-            unclear.append((step, name))
-    return differing, unclear, noise
-
-
-def _comparable(errors: dict[tuple[int, str], float], eager: _Run, again: _Run, limit: float) -> Any:
-    """Return the errors without those of metrics and attributes that differ between two eager runs."""
-    changing = {key[1] for key in errors if _error(again.values.get(key), eager.values.get(key)) > limit}
-    if not_comparable := sorted(name for name in changing if name.startswith(("metric ", "attribute "))):
-        names = ", ".join(not_comparable)
-        warnings.warn(f"not compared, because they differ between two eager runs: {names}", stacklevel=3)
-    return {key: error for key, error in errors.items() if key[1] not in not_comparable}
+    if found["cannot tell"] and not allow_cannot_tell:
+        step, name = found["cannot tell"][0]
+        raise AssertionError(
+            f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the "
+            f"last bit moves eager by {noise[name]:.2g}"
+        )
+    return "cannot tell" if found["cannot tell"] else "same"
 
 
 def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
@@ -263,18 +246,13 @@ def _seed(seed: int) -> None:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values within a value, with their names."""
+    value = sorted(map(repr, value)) if isinstance(value, (set, frozenset)) else value
     if isinstance(value, torch.Tensor):
         yield name, (value.detach().to_dense() if value.is_sparse else value.detach()).to("cpu", copy=True)
-    elif isinstance(value, (int, float, str, bytes, type(None))):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{name} {key}", item)
-    elif isinstance(value, (list, tuple, deque)):
-        for number, item in enumerate(value):
-            yield from _leaves(f"{name} {number}", item)
-        yield f"length of {name}", len(value)
-    elif isinstance(value, (set, frozenset)):
-        yield from _leaves(name, sorted(map(repr, value)))
     elif isinstance(value, random.Random):
         yield name, hash(value.getstate())
+    elif isinstance(value, (int, float, str, bytes, type(None))):
+        yield name, value
+    elif isinstance(value, (Mapping, list, tuple, deque)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{name} {key}", item)
