@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import platform
 from pathlib import Path
@@ -63,18 +62,7 @@ def _free_host_memory() -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the model name of a GPU or CPU, or the type of any other device."""
+    """Return the name of a GPU, or the type and the instructions of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return _cpu_name() if device.type == "cpu" else str(device)
-
-
-@functools.cache
-def _cpu_name() -> str:
-    """Return the processor's name in ``/proc/cpuinfo``, or Python's if there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return f"{device}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"

@@ -6,16 +6,8 @@ import re
 import sys
 import warnings
 from collections.abc import Hashable
-from pathlib import Path
 
-_INTERNAL_PACKAGES = (
-    "compile_callbacks",
-    "torch",
-    "lightning",
-    "lightning_utilities",
-    "pytorch_lightning",
-    "lightning_fabric",
-)
+_INTERNAL_PACKAGES = "compile_callbacks", "torch", "lightning", "lightning_utilities"
 
 
 class CompileError(RuntimeError):
@@ -69,9 +61,7 @@ def _stack_level_of_user() -> int:
 
     Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
     """
-    modules = [sys.modules[package] for package in _INTERNAL_PACKAGES if package in sys.modules]
-    internal = tuple(f"{Path(str(module.__file__)).parent}/" for module in modules)
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(internal):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES:
         level, frame = level + 1, frame.f_back
     return level

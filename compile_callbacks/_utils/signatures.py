@@ -38,24 +38,15 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
     if isinstance(value, torch.Tensor):
         return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
-    if depth and left[0] > 0:
-        if isinstance(value, (list, tuple)):
-            signatures = []
-            for item in value:  # without a generator, because each timed step needs the signature of its batch
-                if left[0] <= 0:
-                    break
-                signatures.append(_signature_of(item, left, depth - 1))
-            return tuple(signatures) if len(signatures) == len(value) else (*signatures, len(value))
-        if (entries := _entries(value)) is not None:
-            return tuple((key, _signature_of(item, left, depth - 1)) for key, item in _while_left(entries, left))
-    return type(value)
-
-
-def _while_left(values: Iterable[Any], left: list[int]) -> Iterator[Any]:
-    for value in values:
+    if not depth or left[0] <= 0 or (entries := _entries(value)) is None:
+        return type(value)
+    is_list, signatures = isinstance(value, (list, tuple)), []
+    for key, item in entries:  # without a generator, because each timed step needs the signature of its batch
         if left[0] <= 0:
-            return
-        yield value
+            break
+        of_item = _signature_of(item, left, depth - 1)
+        signatures.append(of_item if is_list else (key, of_item))
+    return (*signatures, len(value)) if is_list and len(signatures) < len(value) else tuple(signatures)
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,16 +72,16 @@ def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tup
         if not isinstance(value, torch.nn.Parameter):
             yield name, value
     elif depth and left[0] > 0:
-        if isinstance(value, (list, tuple)):
-            for i, item in enumerate(_while_left(value, left)):
-                yield from _tensors(f"{name}[{i}]", item, left, depth - 1)
-        elif (entries := _entries(value)) is not None:
-            for key, item in _while_left(entries, left):
-                yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
+        for key, item in _entries(value) or ():
+            if left[0] <= 0:
+                return
+            yield from _tensors(f"{name}[{key!r}]", item, left, depth - 1)
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the entries of a container by name, or ``None`` for any other value. Omit objects within objects."""
+    if isinstance(value, (list, tuple)):
+        return enumerate(value)
     if isinstance(value, Mapping):
         return value.items()
     attributes = getattr(value, "__dict__", None)
