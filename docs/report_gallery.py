@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile
 from compile_callbacks.report.declaration import Group
-from compile_callbacks.report.file import read_records
 from compile_callbacks.report.sentences import describe_verdict
 
 PAGE = Path(__file__).parent / "reference" / "report.md"
@@ -175,7 +174,7 @@ def shortened(report: str, rows: Collection[str]) -> str:
 
 def readme_report() -> str:
     """Return the printed report of the README's run. An ellipsis stands for the rows that are left out."""
-    (record,) = read_records(README_RUN)
+    (record,) = json.loads(README_RUN.read_text())
     head, _, table = str(CompileReport.from_dict(record["report"])).partition("---\n")
     lines = ["torch.compile report", *f"{head}---".splitlines()]
     for line in table.splitlines():
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--readme", type=Path, help="the compile_report.json of a run, for the README")
     args = parser.parse_args(argv)
     if args.readme is not None:
-        README_RUN.write_text(json.dumps(read_records(args.readme)[-1:]) + "\n")
+        README_RUN.write_text(json.dumps(json.loads(args.readme.read_text())[-1:]) + "\n")
         pattern = r"(?<=```text\n)torch.compile report.*?(?=\n```)"
         README.write_text(re.sub(pattern, lambda _: readme_report(), README.read_text(), count=1, flags=re.DOTALL))
         return
