@@ -54,11 +54,7 @@ __all__ = list(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        metadata = importlib.import_module("importlib.metadata")
-        try:
-            return metadata.version("compile-callbacks")
-        except metadata.PackageNotFoundError as error:
-            raise AttributeError("compile_callbacks is not installed, so it has no version") from error
+        return importlib.import_module("importlib.metadata").version("compile-callbacks")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_MODULES[name]}")

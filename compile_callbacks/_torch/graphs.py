@@ -270,13 +270,5 @@ def add_node(
     return node
 
 
-def is_decomposed(target: Any) -> bool:
-    """Return whether AOTAutograd decomposes an operator for Inductor, which cannot compile the operator itself."""
-    from torch._inductor.decomposition import decompositions
-    from torch._inductor.lowering import lowerings
-
-    return target in decompositions and target not in lowerings
-
-
 OPERATOR_TYPES: tuple[Any, ...] = (type(torch.ops.aten.mul.Tensor), type(torch.ops.aten.mul))
 """The types of ``torch.ops.aten.mul.Tensor`` and ``torch.ops.aten.mul``."""

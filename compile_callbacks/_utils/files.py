@@ -1,8 +1,10 @@
-"""Writes files atomically, and reads and writes small JSON files."""
+"""Writes files atomically, reads, writes and hashes JSON-ready data, and finds the versions of packages."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import secrets
 from collections.abc import Iterator
@@ -43,4 +45,17 @@ def read_json(path: Path) -> Any:
         # Opens regular files only, because opening a named pipe would wait for its writer.
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):  # thousands of nested brackets raise RecursionError
+        return None
+
+
+def digest(data: Any) -> str:
+    """Return a hash of JSON-ready data. The order of keys does not matter."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed distribution, or ``None`` if Python imports it from a source tree."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None

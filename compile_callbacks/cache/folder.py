@@ -19,8 +19,7 @@ from torch import nn
 
 from compile_callbacks._utils.device import device_name
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.files import read_json, write_json
-from compile_callbacks._utils.fingerprints import digest, installed_version
+from compile_callbacks._utils.files import digest, installed_version, read_json, write_json
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.passes.base import pass_identity
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import check_type, describe_failure, explain_unknown_arguments, in_one_line
+from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.callbacks.trainer_calls import TrainerCalls
 from compile_callbacks.callbacks.trainer_progress import remaining_steps
@@ -78,7 +78,6 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
-    @explain_unknown_arguments
     def __init__(
         self,
         train_mode: PhaseMode = "default",

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.fingerprints import installed_version
+from compile_callbacks._utils.files import installed_version
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.report.render import print_texts
 from compile_callbacks.session.grad_mode import compile_phases, restore

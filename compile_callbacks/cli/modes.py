@@ -13,6 +13,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
+from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.report.render import print_texts
 
 _USED_FOR = {
@@ -63,8 +64,9 @@ def _list_modes(device: torch.device) -> list[dict[str, Any]]:
         options = _torch.inductor.options_of_mode(name)
         rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, lacks(options)))
     for template in map(templates.get, templates.names()):
-        falls_back = template.falls_back(device)
+        config = InductorConfig(template=template.name)
+        falls_back = config.template_falls_back(device)
         reason = falls_back.removeprefix(f"template {template.name!r} ") if falls_back else None
-        reason = reason or lacks(template.resolved_options(device))
+        reason = reason or lacks(config.resolved_options(device))
         rows.append((template.name, "template", template.description, template.mode, dict(template.options), reason))
     return [dict(zip(("name", "kind", "description", "mode", "options", "lacks"), row, strict=True)) for row in rows]

@@ -1,13 +1,9 @@
-"""Checks ``InductorConfig(dynamo={...})``, and maps each kind of graph break to the setting that may remove it."""
+"""The settings of ``InductorConfig(dynamo={...})``, and the kinds of graph breaks that a setting may remove."""
 
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from compile_callbacks._utils.messages import check_choice, check_type
+from collections.abc import Iterable
 
 SWITCHES = (
     "allow_rnn",
@@ -38,12 +34,3 @@ def healing_settings(reasons: Iterable[str]) -> tuple[dict[str, bool], int]:
     ]
     named = [setting for setting in settings if setting is not None]
     return dict.fromkeys(sorted(set(named)), True), len(named)
-
-
-def as_dynamo_settings(settings: Any) -> Mapping[str, bool]:
-    """Check settings of Dynamo, and return them as a read-only mapping."""
-    check_type("dynamo", settings, Mapping, "a mapping of setting names to values")
-    for name, value in settings.items():
-        check_choice("dynamo key", name, SWITCHES)
-        check_type(f"dynamo[{name!r}]", value, bool, "True or False")
-    return types.MappingProxyType(dict(sorted(settings.items())))

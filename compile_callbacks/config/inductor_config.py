@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.fingerprints import digest
-from compile_callbacks._utils.messages import check_fields, check_type, part_of
+from compile_callbacks._utils.files import digest
+from compile_callbacks._utils.messages import check_choice, check_fields, check_type
 from compile_callbacks._utils.phases import EAGER, WAITING
 from compile_callbacks.config import templates
-from compile_callbacks.config.dynamo_settings import as_dynamo_settings
-from compile_callbacks.config.options import as_options, check_loaded_options, check_mode
-from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes, pass_hook, pass_identity, pass_name, pass_types
+from compile_callbacks.config.dynamo_settings import SWITCHES
+from compile_callbacks.passes.base import HOOK_OPTIONS, as_passes, pass_identity
 
 
 class Settings:
@@ -29,18 +27,17 @@ class Settings:
 class InductorConfig(Settings):
     """The compiler settings of one phase. The constructor checks them against the installed torch.
 
-    If several arguments set the same Inductor option, ``options`` override ``freezing``, and ``freezing`` overrides
-    ``mode`` and ``template``.
+    If several arguments set the same Inductor option, ``options`` override ``freezing``, ``freezing`` overrides
+    ``template``, and ``template`` overrides ``mode``.
 
     Args:
         mode: A mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"`` or ``"lite"`` (``torch._inductor.list_mode_options()`` lists the options
             of each).
         template: The name of a template, a set of Inductor options that includes a mode.
-            ``compile_callbacks.templates.names()`` lists the names. Allowed only with ``mode="default"``.
+            ``compile_callbacks.templates.names()`` lists the names.
         options: Inductor options by name, for example ``{"max_autotune": True, "triton.cudagraphs": True}``.
-            ``torch._inductor.list_options()`` lists the names. Allowed only with ``mode="default"``, as in
-            ``torch.compile``.
+            ``torch._inductor.list_options()`` lists the names.
         freezing: Whether Inductor freezes weights into the code while they are constant, in ``trainer.validate``,
             ``test`` and ``predict``. If ``None``, ``options`` and ``template`` decide.
         fullgraph: Whether a graph break counts as a compiler failure.
@@ -53,13 +50,13 @@ class InductorConfig(Settings):
             which is 1.0.
         dynamo: Settings of ``torch._dynamo.config`` that apply to the compiles of this config only, for example
             ``{"capture_scalar_outputs": True}``.
-        passes: Custom graph passes, in the order in which they run: `GraphPass` objects, or objects of torch's own
-            pass classes, which run at ``"post_grad_post"``. In YAML, a mapping of ``class_path`` and ``init_args``.
+        passes: Custom graph passes, in the order in which they run, after a pass that ``options`` or
+            ``torch._inductor.config`` set at the same hook point. In YAML, a mapping of ``class_path`` and
+            ``init_args``.
 
     Raises:
-        ValueError: If a mode, template, option or Dynamo setting is unknown; if ``mode`` is combined with ``options``
-            or ``template``; if ``options`` and ``passes`` use the same hook point; or if ``activation_memory_budget``
-            is not between 0 and 1.
+        ValueError: If a mode, template, option or Dynamo setting is unknown, or ``activation_memory_budget`` is not
+            between 0 and 1.
         TypeError: If an argument or an option value has the wrong type.
 
     Example::
@@ -79,12 +76,15 @@ class InductorConfig(Settings):
     passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        check_mode(self.mode)
+        _check_mode(self.mode)
         if self.template is not None:
             templates.get(self.template)
-        object.__setattr__(self, "options", as_options({} if self.options is None else self.options))
-        object.__setattr__(self, "dynamo", as_dynamo_settings({} if self.dynamo is None else self.dynamo))
-        self._check_mode_is_alone()
+        object.__setattr__(self, "options", _as_options(self.options))
+        check_type("dynamo", self.dynamo, Mapping, "a mapping of setting names to values")
+        for name, value in self.dynamo.items():
+            check_choice("dynamo key", name, SWITCHES)
+            check_type(f"dynamo[{name!r}]", value, bool, "True or False")
+        object.__setattr__(self, "dynamo", dict(sorted(self.dynamo.items())))
         for name in ("freezing", "dynamic"):
             check_type(name, getattr(self, name), (bool, type(None)), "True, False or None")
         check_type("fullgraph", self.fullgraph, bool, "True or False")
@@ -94,41 +94,6 @@ class InductorConfig(Settings):
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
             raise ValueError(with_code("CC205", text))
         object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
-        self.check_hook_points(self.passes)
-
-    def _check_mode_is_alone(self) -> None:
-        """Refuse a mode together with options or a template, because both would set the same options."""
-        if self.mode == "default":
-            return
-        if self.options:
-            both = {**_torch.inductor.options_of_mode(self.mode), **self.options}
-            text = (
-                f"mode={self.mode!r} and options={dict(self.options)!r} cannot be combined, as in torch.compile; set "
-                f"the options of both, options={both!r}"
-            )
-            raise ValueError(with_code("CC203", text))
-        if self.template is not None:
-            text = f"mode={self.mode!r} and template={self.template!r} cannot be combined; a template includes a mode"
-            raise ValueError(with_code("CC203", text))
-
-    def check_hook_points(self, passes: Sequence[Any]) -> None:
-        """Refuse a pass at a hook point that ``options`` also set, because torch runs only one pass there."""
-        for graph_pass in passes:
-            option = HOOK_OPTIONS[pass_hook(graph_pass)]
-            if self.options.get(option) is not None:
-                text = (
-                    f"options[{option!r}] and passes={tuple(passes)!r} use the same hook point; list all passes in "
-                    "passes, in the order in which they should run"
-                )
-                raise ValueError(with_code("CC203", text))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Converts the mapping proxies, which cannot be pickled or deep-copied, to dicts.
-        return {**vars(self), "options": dict(self.options), "dynamo": dict(self.dynamo)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        proxies = {name: types.MappingProxyType(state[name]) for name in ("options", "dynamo")}
-        vars(self).update(state, **proxies)
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -141,21 +106,15 @@ class InductorConfig(Settings):
         changed = self._changed()
         parts = [changed.pop(name) for name in ("mode", "template") if name in changed]
         if self.options:
-            shown = ", ".join(f"{name}: {value}" for name, value in self._options_as_text().items())
-            changed["options"] = f"{{{shown}}}"
+            changed["options"] = f"{{{', '.join(f'{name}: {text}' for name, text in _as_texts(self.options).items())}}}"
         if self.passes:
-            changed["passes"] = f"[{', '.join(map(pass_name, self.passes))}]"
+            changed["passes"] = f"[{', '.join(p.name for p in self.passes)}]"
         return ", ".join([*parts, *(f"{name}={value}" for name, value in changed.items())]) or "default"
 
     def key(self) -> str:
         """Return a hash of the settings, which is the same in every process."""
-        described: dict[str, Any] = {
-            "options": self._options_as_text(),
-            "passes": list(map(pass_identity, self.passes)),
-        }
-        if self.template is not None:
-            described["template"] = [self.template, templates.get(self.template).resolved_options()]
-        return digest({**self._changed(), **described})
+        described = {"options": _as_texts(self.resolved_options()), "passes": list(map(pass_identity, self.passes))}
+        return digest(self._changed() | described)
 
     def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return each Inductor option that these settings set, including the options of the mode and the template.
@@ -166,36 +125,36 @@ class InductorConfig(Settings):
         """
         options = _torch.inductor.options_of_mode(self.mode)
         if self.template is not None:
-            options |= templates.get(self.template).resolved_options(device)
+            template = templates.get(self.template)
+            options |= _torch.inductor.options_of_mode(template.mode)
+            if device is None or template.works_on(device):
+                options |= template.options
         if self.freezing is not None:
             options["freezing"] = self.freezing
         return {**options, **self.options}
 
     def template_falls_back(self, device: torch.device) -> str | None:
         """Return the reason why the template falls back on a device, and the fallback; or ``None`` if it does not."""
-        return None if self.template is None else templates.get(self.template).falls_back(device)
+        if self.template is None or (template := templates.get(self.template)).works_on(device):
+            return None
+        return f"template {self.template!r} needs {template.needs}; it falls back to {template.mode}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults as JSON-ready data. A pass becomes its name.
 
         Raises:
-            ValueError: If the value of an option is not plain data.
+            ValueError: If the value of an option is not a boolean, a number or ``None``.
         """
-        for name, value in self.options.items():
-            if not isinstance(value, (bool, int, float, str, type(None))):
-                text = f"options[{name!r}]={value!r} cannot be saved: it is not a number, a string, a boolean or None"
-                raise ValueError(with_code("CC207", text))
+        _check_data(self.options, "CC207")
         data = self._changed()
-        if self.passes:
-            data["passes"] = list(map(pass_name, self.passes))
-        return data
+        return data | {"passes": [graph_pass.name for graph_pass in self.passes]} if self.passes else data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, passes: Sequence[Any] = ()) -> InductorConfig:
         """Load settings that `to_dict` saved.
 
         Loaded settings cannot run code or a command. The method accepts an option only if its value is a boolean, a
-        number, ``None`` or a string that Inductor enumerates for the option. The constructor accepts every option.
+        number or ``None``. The constructor accepts every option.
 
         Args:
             data: The settings by name.
@@ -206,16 +165,17 @@ class InductorConfig(Settings):
             ValueError: If a field is unknown, a pass is missing, or the method refuses a value.
             TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
-        check_fields(data, InductorConfig)
-        check_loaded_options(data.get("options"))
-        saved, given = data.get("passes") or [], as_passes(passes, "passes")
-        if saved != (names := [pass_name(graph_pass) for graph_pass in given]):
+        check_fields("data", data, InductorConfig)
+        saved, names = data.get("passes") or [], [graph_pass.name for graph_pass in as_passes(passes, "passes")]
+        if saved != names:
             text = (
                 f"the settings were saved with the graph passes {saved!r}, and passes contains {names!r}; passes are "
                 "code, so pass the objects with the saved names to from_dict(..., passes=[...]), in the same order"
             )
             raise ValueError(with_code("CC206", text))
-        return cls(**{**data, "passes": given})
+        config = cls(**{**data, "passes": passes})
+        _check_data(config.options, "CC206")
+        return config
 
     @functools.cached_property
     def uses_cudagraphs(self) -> bool:
@@ -229,22 +189,43 @@ class InductorConfig(Settings):
 
     def _changed(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {"options": dict(self.options), "dynamo": dict(self.dynamo)}
-        defaults = {f.name: {} if f.default is MISSING else f.default for f in fields(self)}
-        return {name: value for name, value in values.items() if value != defaults[name]}
-
-    def _options_as_text(self) -> dict[str, str]:
-        return {name: _as_text(value) for name, value in sorted(self.options.items())}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (f.default, {})}
 
 
-def _as_text(value: object) -> str:
-    """Return the text of an option's value, which is the same in every process."""
-    if isinstance(value, pass_types()):
-        return pass_identity(value)
-    if callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return repr(value)
+def _as_options(options: Any) -> dict[str, Any]:
+    """Check Inductor options against the installed torch. Return them in Inductor's spelling (``"max_autotune"``)."""
+    check_type("options", options, Mapping, "a mapping of option names to values")
+    checked: dict[str, Any] = {}
+    for given, value in options.items():
+        name = str(given).replace("-", "_")
+        hint = " torch._inductor.list_options() lists all options."
+        check_choice("options key", name, sorted(_torch.inductor.option_names()), hint)
+        expected = _torch.inductor.settings().get_type(name)
+        if name in HOOK_OPTIONS.values():
+            if value is not None and not callable(value):  # torch accepts a string here, but then compiles nothing
+                raise TypeError(with_code("CC202", f"options[{given!r}]={value!r} must be a graph pass"))
+        # Unions, literals and annotations in quotes are not checked: the compiler refuses wrong values.
+        elif isinstance(expected, type) and not isinstance(value, expected):
+            text = f"options[{given!r}]={value!r} must be of type {expected.__name__}, not {type(value).__name__}"
+            raise TypeError(with_code("CC202", text))
+        checked[name] = value
+    return checked
+
+
+def _check_data(options: Mapping[str, Any], code: str) -> None:
+    """Refuse options in saved settings that could run code: paths, commands and modules."""
+    for name, value in options.items():
+        if not isinstance(value, (bool, int, float, type(None))):
+            text = (
+                f"options[{name!r}]={value!r} is refused in saved settings, because it may name a file, a command or a "
+                "module. Saved options are booleans, numbers and None"
+            )
+            raise ValueError(with_code(code, text))
+
+
+def _as_texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of options' values, which are the same in every process."""
+    return {name: pass_identity(value) if callable(value) else repr(value) for name, value in sorted(options.items())}
 
 
 class Variant(NamedTuple):
@@ -281,17 +262,19 @@ def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGE
     expected = "a mode, a mapping of InductorConfig's fields or an InductorConfig"
     check_type(argument, value, (str, Mapping), expected)
     if isinstance(value, Mapping):
-        if "class_path" in value:  # jsonargparse replaces such a mapping by the object if it can
-            text = f"{argument}={dict(value)!r} creates no InductorConfig or Tune: check class_path and init_args"
-            raise ValueError(with_code("CC201", text))
-        with part_of(argument):
-            check_fields(value, InductorConfig, f" Inductor options belong in {argument}={{'options': {{...}}}}.")
-            return InductorConfig(**value)
+        check_fields(argument, value, InductorConfig)
+        return InductorConfig(**value)
     name = str(value)
     if name in templates.names():
         return InductorConfig(template=name)
-    check_mode(name, argument, also=(*templates.names(), *also))
+    _check_mode(name, argument, (*templates.names(), *also))
     return InductorConfig(mode=name)
+
+
+def _check_mode(mode: object, argument: str = "mode", also: tuple[str | None, ...] = ()) -> None:
+    check_type(argument, mode, str, "the name of a mode, such as 'default'")
+    hint = " `compile-callbacks modes` explains the modes and templates."
+    check_choice(argument, mode, [*_torch.inductor.mode_names(), *also], hint)
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.messages import check_choice, check_type
+from compile_callbacks._utils.messages import check_choice
 
 
 class Template(NamedTuple):
@@ -37,17 +37,6 @@ class Template(NamedTuple):
     needs: str = ""
     works_on: Callable[[torch.device], bool] = lambda device: True
 
-    def resolved_options(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Return each Inductor option that the template and its mode set, without ``options`` if they do not work."""
-        options = self.options if device is None or self.works_on(device) else {}
-        return {**_torch.inductor.options_of_mode(self.mode), **options}
-
-    def falls_back(self, device: torch.device) -> str | None:
-        """Return a sentence with the reason and the fallback on a device, or ``None`` if the template needs none."""
-        if self.works_on(device):
-            return None
-        return f"template {self.name!r} needs {self.needs}; it falls back to {self.mode}"
-
 
 def names() -> list[str]:
     """Return the names of all templates."""
@@ -59,9 +48,7 @@ def get(name: str) -> Template:
 
     Raises:
         ValueError: If no template has this name.
-        TypeError: If the name is not a string.
     """
-    check_type("template", name, str, "the name of a template")
     check_choice("template", name, names())
     return _TEMPLATES[name]
 

@@ -34,8 +34,8 @@ from compile_callbacks.exporting.loaded_package import (
 )
 from compile_callbacks.graphs.accuracy import Comparison, compare_results, not_compared, tolerance
 from compile_callbacks.graphs.snapshot import Snapshot
-from compile_callbacks.passes.base import HOOK_OPTIONS, pass_hook, pass_name
-from compile_callbacks.passes.manager import find_pass_error, pass_options
+from compile_callbacks.passes.base import HOOK_OPTIONS
+from compile_callbacks.passes.manager import find_pass_error, with_passes
 from compile_callbacks.targets.fsdp import check_not_sharded
 
 VerifyPackage = Literal["off", "warn", "raise"]
@@ -257,7 +257,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
     """Compile a program with AOTInductor."""
     options, passes = _package_options(config, device)
     users = options.get("aot_inductor.metadata") or {}
-    options |= pass_options(passes, "infer") | {"aot_inductor.metadata": {**users, METADATA_KEY: metadata}}
+    options = with_passes(options, passes, "infer") | {"aot_inductor.metadata": {**users, METADATA_KEY: metadata}}
     try:
         _torch.inductor.compile_package(program, str(path), options)
     except Exception as error:
@@ -309,8 +309,8 @@ def _package_options(config: InductorConfig, device: torch.device) -> tuple[dict
             options[name] = value
         elif value:
             omitted[reason].append(name)
-    passes = [graph_pass for graph_pass in config.passes if pass_hook(graph_pass) != "pre_grad"]
-    omitted[_NO_TORCH_CALLS] += [f"pass {pass_name(each)}" for each in config.passes if each not in passes]
+    passes = [graph_pass for graph_pass in config.passes if graph_pass.hook != "pre_grad"]
+    omitted[_NO_TORCH_CALLS] += [f"pass {each.name}" for each in config.passes if each not in passes]
     if config.dynamic is not None:
         omitted["dynamic_batch decides which sizes may change"].append(f"dynamic={config.dynamic}")
     if config.dynamo:

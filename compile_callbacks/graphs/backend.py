@@ -17,8 +17,7 @@ from compile_callbacks.graphs.requested_graph import RequestedGraph
 from compile_callbacks.graphs.requests import CompileRequest
 from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
-from compile_callbacks.passes.base import pass_hook, pass_name
-from compile_callbacks.passes.manager import GraphPassError, PassRun, find_pass_error, pass_options
+from compile_callbacks.passes.manager import GraphPassError, find_pass_error, with_passes
 from compile_callbacks.targets.target import Target
 
 _WRONG_FUNCTION = (
@@ -202,13 +201,13 @@ class GraphBackend:
         skipped: list[Any] = []
         while True:
             again = _torch.graphs.copy_of_graph(graph) if self._passes else graph
-            runs: list[PassRun] = []
-            passes = pass_options(self._passes, self._key.phase, runs.append, skipped=skipped)
+            runs: list[dict[str, Any]] = []
+            changed = with_passes(options, self._passes, self._key.phase, runs.append, skipped=skipped)
             try:
                 compiled: Callable[..., Any] = _torch.inductor.compile_graph(
                     graph,
                     inputs,
-                    options={**options, **passes},
+                    options=changed,
                     activation_memory_budget=self._config.activation_memory_budget,
                     keeps_graph=self.keeps_graph,
                     on_backward_lowered=self._recorder.add_backward,
@@ -230,13 +229,12 @@ class GraphBackend:
                 self._record_passes(runs, skipped)
                 return compiled
 
-    def _record_passes(self, runs: Sequence[PassRun], skipped: Sequence[Any]) -> None:
+    def _record_passes(self, runs: Sequence[dict[str, Any]], skipped: Sequence[Any]) -> None:
         """Record the run of each pass. If a pass did not run, the graph is from torch's cache."""
-        for run in runs:
-            self._recorder.executions.pass_runs.append((self._key, run.to_dict()))
-        ran = {(run.name, run.hook) for run in runs}
+        self._recorder.executions.pass_runs += [(self._key, run) for run in runs]
+        ran = {(run["name"], run["hook"]) for run in runs}
         for graph_pass in self._passes:
-            name, hook = pass_name(graph_pass), pass_hook(graph_pass)
+            name, hook = graph_pass.name, graph_pass.hook
             if (name, hook) not in ran and not any(graph_pass is skipped_pass for skipped_pass in skipped):
                 cached = {"name": name, "hook": hook, "from_cache": True}
                 self._recorder.executions.pass_runs.append((self._key, cached))
@@ -248,7 +246,7 @@ class GraphBackend:
             f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
             f"report.{phase}.diagnostics.events; on_error='raise' raises instead)"
         )
-        self._log.warn_later("CC701", message, about=(target, phase, pass_name(failure.failed)))
+        self._log.warn_later("CC701", message, about=(target, phase, id(failure.failed)))
 
     # ------------------------------------------------------------------------------------------ memory
 

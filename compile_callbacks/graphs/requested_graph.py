@@ -70,4 +70,4 @@ class RequestedGraph:
         recorder.record("compile", key, part="load", seconds=seconds, saved_mib=saved_mib, graphs=1)
         recorder.record("background", key, seconds=answer.seconds)
         recorder.record("cache", key, cache_hits=int(answer.cached), cache_misses=int(not answer.cached))
-        recorder.executions.pass_runs += [(key, run.to_dict()) for run in answer.pass_runs]
+        recorder.executions.pass_runs += [(key, run) for run in answer.pass_runs]

@@ -11,7 +11,7 @@ from typing import Any
 from compile_callbacks import _torch
 from compile_callbacks._torch.portable_graphs import NotPortableError, PortableGraph
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.manager import PassRun, pass_options
+from compile_callbacks.passes.manager import with_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class CompileAnswer:
     seconds: float = 0.0  # the duration of the compile
     saved_bytes: int = 0  # the memory of the activations that the graph saves for its backward pass
     cached: bool = False  # whether the code is from torch's cache
-    pass_runs: tuple[PassRun, ...] = ()
+    pass_runs: tuple[dict[str, Any], ...] = ()
     problem: str = ""  # why the graph was not compiled
 
 
@@ -57,14 +57,14 @@ class CompileRequest:
 
     def compile(self) -> CompileAnswer:
         """Compile the graph in this process."""
-        runs: list[PassRun] = []
+        runs: list[dict[str, Any]] = []
         saved_bytes: list[int] = []
         started, hits = time.perf_counter(), _torch.events.cache_hits()
         with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
             compiled = _torch.inductor.compile_graph(
                 graph_module,
                 inputs,
-                options={**self.options, **pass_options(self.passes, self.phase, runs.append)},
+                options=with_passes(self.options, self.passes, self.phase, runs.append),
                 activation_memory_budget=self.activation_memory_budget,
                 keeps_graph=self.keeps_graph,
                 on_backward_lowered=saved_bytes.append,

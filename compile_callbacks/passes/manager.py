@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,18 +12,9 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.files import digest
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.passes.base import (
-    HOOK_OPTIONS,
-    GraphKind,
-    GraphPass,
-    current_phase,
-    graph_kind,
-    pass_hook,
-    pass_name,
-    with_inference_flag,
-)
+from compile_callbacks.passes.base import HOOK_OPTIONS, GraphPass, graph_kind, pass_name
 
 
 class GraphPassError(RuntimeError):
@@ -41,35 +32,6 @@ def find_pass_error(error: BaseException) -> GraphPassError | None:
     return next((cause for cause in _torch.dynamo.error_chain(error) if isinstance(cause, GraphPassError)), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassRun:
-    """The run of one pass on one graph.
-
-    Attributes:
-        name: The name of the pass.
-        hook: The hook point.
-        graph: The kind of the graph.
-        is_inference: Whether the graph has no backward pass.
-        seconds: The duration of the pass in seconds.
-        nodes_before: The number of nodes before the pass.
-        nodes_after: The number of nodes after the pass.
-        changed: Whether the pass changed the graph.
-    """
-
-    name: str
-    hook: str
-    graph: GraphKind
-    is_inference: bool
-    seconds: float
-    nodes_before: int
-    nodes_after: int
-    changed: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the run as JSON-ready data."""
-        return asdict(self)
-
-
 @dataclass(eq=False, repr=False)
 class PassManager:
     """The pass that torch runs at a hook point. It runs the user's passes in order, and calls ``on_run`` after each."""
@@ -77,61 +39,40 @@ class PassManager:
     passes: tuple[Any, ...]
     hook: str
     phase: Phase
-    on_run: Callable[[PassRun], None]
+    on_run: Callable[[dict[str, Any]], None]
 
-    @with_inference_flag
-    def __call__(self, graph: Graph, is_inference: bool) -> None:
+    def __call__(self, graph: Graph) -> None:
         """Run the passes."""
-        token = current_phase.set(self.phase)
-        try:
-            for graph_pass in self.passes:
-                self._run(graph_pass, graph, is_inference)
-        finally:
-            current_phase.reset(token)
-
-    def _run(self, graph_pass: Any, graph: Graph, is_inference: bool) -> None:
-        before, inputs, outputs, started = _nodes(graph), _inputs(graph), _outputs(graph), time.perf_counter()
-        try:
-            takes_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.pass_types()[1:]))
-            returned = graph_pass(graph, is_inference) if takes_flag else graph_pass(graph)
-        except Exception as error:
-            raise self._error(graph_pass, f"raised {type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - started
-        if (problem := _problem(inputs, outputs, graph, returned)) is not None:
-            raise self._error(graph_pass, problem)
-        self.on_run(
-            PassRun(
-                name=pass_name(graph_pass),
-                hook=self.hook,
-                graph=graph_kind(self.hook, graph),
-                is_inference=is_inference,
-                seconds=seconds,
-                nodes_before=len(before),
-                nodes_after=len(graph.nodes),
-                changed=before != _nodes(graph),
-            )
-        )
-
-    def _error(self, graph_pass: Any, what: str) -> GraphPassError:
-        error = GraphPassError(f"graph pass {pass_name(graph_pass)!r} at {self.hook} in the {self.phase} phase {what}")
-        error.failed = graph_pass
-        return error
+        kind = graph_kind(self.hook, graph)
+        # Before autograd, it is unknown whether an output requires grad.
+        is_inference = kind == "inference" or (kind == "module" and not torch.is_grad_enabled())
+        for graph_pass in self.passes:
+            before, count, interface, started = str(graph), len(graph.nodes), _interface(graph), time.perf_counter()
+            if isinstance(graph_pass, GraphPass):
+                graph_pass.phase = self.phase
+            # Of torch's own classes, only the second gets the flag.
+            gets_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.pass_types()[1:]))
+            try:
+                graph_pass(graph, is_inference) if gets_flag else graph_pass(graph)
+                seconds = time.perf_counter() - started
+                graph.lint()
+                _check_same(interface, _interface(graph))
+            except Exception as error:
+                where = f"graph pass {pass_name(graph_pass)!r} at {self.hook} in the {self.phase} phase"
+                failure = GraphPassError(f"{where} failed: {type(error).__name__}: {error}")
+                failure.failed = graph_pass
+                raise failure from error
+            run = {"name": pass_name(graph_pass), "hook": self.hook, "graph": kind, "is_inference": is_inference}
+            run |= {"seconds": seconds, "nodes_before": count, "nodes_after": len(graph.nodes)}
+            self.on_run(run | {"changed": before != str(graph)})
 
     def uuid(self) -> str | None:
         """Return a hash of the passes' uuids, the hook point and the phase, or ``None`` if a pass has no uuid."""
-        uuids = [self._uuid_of(graph_pass) for graph_pass in self.passes]
+        uuids = [graph_pass.uuid() if hasattr(graph_pass, "uuid") else None for graph_pass in self.passes]
         return None if None in uuids else digest([self.hook, self.phase, *map(repr, uuids)])
 
-    def _uuid_of(self, graph_pass: Any) -> Any:
-        try:
-            return graph_pass.uuid() if hasattr(graph_pass, "uuid") else None
-        except Exception as error:
-            raise self._error(graph_pass, f"has a uuid() that raised {type(error).__name__}: {error}") from error
-
-    def __deepcopy__(self, memo: object = None) -> PassManager:
+    def __deepcopy__(self, memo: object) -> PassManager:
         return self
-
-    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         # torch 2.11 pickles the options into its cache key, including the pass at "pre_grad".
@@ -140,59 +81,42 @@ class PassManager:
         return str, (uuid,)
 
 
-def pass_options(
-    passes: Sequence[Any],
+def with_passes(
+    options: Mapping[str, Any],
+    passes: Sequence[GraphPass],
     phase: Phase,
-    on_run: Callable[[PassRun], None] = lambda run: None,
+    on_run: Callable[[dict[str, Any]], None] = lambda run: None,
     *,
     skipped: Collection[Any] = (),
-) -> dict[str, PassManager]:
-    """Return the Inductor options that run these passes, except ``skipped``, in one phase.
+) -> dict[str, Any]:
+    """Return Inductor options that also run these passes, except ``skipped``, in one phase.
 
-    A pass that the user or another library has set in ``torch._inductor.config`` runs before the passes at its hook.
+    A pass in the options, or otherwise in ``torch._inductor.config``, runs before the passes at its hook point.
     """
     _torch.inductor.register_pass_type(PassManager)
-    options, settings = {}, _torch.inductor.settings()
+    changed = dict(options)
     for hook, option in HOOK_OPTIONS.items():
-        at_hook = [graph_pass for graph_pass in passes if pass_hook(graph_pass) == hook]
-        of_process = [set_pass] if at_hook and (set_pass := getattr(settings, option)) is not None else []
-        run = tuple(p for p in (*of_process, *at_hook) if not any(p is failed for failed in skipped))
-        if run:
-            options[option] = PassManager(run, hook, phase, on_run)
-    return options
+        first = options.get(option, getattr(_torch.inductor.settings(), option))
+        at_hook = [*(first if isinstance(first, (list, tuple)) else [first]), *(p for p in passes if p.hook == hook)]
+        if run := tuple(p for p in at_hook if not any(p is other for other in (None, *skipped))):
+            changed[option] = PassManager(run, hook, phase, on_run)
+        elif first is not None:
+            changed[option] = None
+    return changed
 
 
-def _problem(inputs: list[Any], outputs: list[tuple[str, str | None]], graph: Graph, returned: Any) -> str | None:
-    """Return the reason why a graph that had these inputs and outputs is invalid after a pass, or ``None``."""
-    if returned is not None:
-        return f"returned {type(returned).__name__}: a pass changes the graph in place and returns nothing"
-    try:
-        graph.lint()
-    except Exception as error:
-        return f"left a graph that is not well formed: {error}"
-    if (new_inputs := _inputs(graph)) != inputs:
-        return f"changed the graph's inputs from {inputs} to {new_inputs}"
-    if len(new_outputs := _outputs(graph)) != len(outputs):
-        return f"changed the number of the graph's outputs from {len(outputs)} to {len(new_outputs)}"
-    for place, ((name, kind), (new_name, new_kind)) in enumerate(zip(outputs, new_outputs, strict=True)):
-        if None not in (kind, new_kind) and kind != new_kind:
-            return f"changed output {place} from {kind} ({name}) to {new_kind} ({new_name})"
-    return None
+def _interface(graph: Graph) -> list[str | None]:
+    """Return the name of each input, and the dtype and shape of each output. ``None`` is unknown."""
+    nodes = [node for node in tree_leaves(graph.output_node().args) if isinstance(node, Node)]
+    values = [node.meta.get("val") for node in nodes]
+    outputs = [f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else None for value in values]
+    return [*(str(node.target) for node in graph.find_nodes(op="placeholder")), *outputs]
 
 
-def _nodes(graph: Graph) -> list[Any]:
-    return [(node, node.op, node.target, node.args, node.kwargs) for node in graph.nodes]
-
-
-def _inputs(graph: Graph) -> list[Any]:
-    return [node.target for node in graph.find_nodes(op="placeholder")]
-
-
-def _outputs(graph: Graph) -> list[tuple[str, str | None]]:
-    """Return the name of each output, and its dtype and shape if known."""
-    outputs = []
-    for value in tree_leaves([node.args for node in graph.find_nodes(op="output")]):
-        tensor = value.meta.get("val") if isinstance(value, Node) else None
-        kind = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else None
-        outputs.append((str(value), kind and kind.removeprefix("torch.")))
-    return outputs
+def _check_same(before: list[str | None], after: list[str | None]) -> None:
+    """Refuse changes of the inputs and outputs of a graph."""
+    if len(before) != len(after):
+        raise ValueError(f"it changed the number of inputs and outputs from {len(before)} to {len(after)}")
+    for old, new in zip(before, after, strict=True):
+        if None not in (old, new) and old != new:
+            raise ValueError(f"the graph has {new} in place of {old} among its inputs and outputs")

@@ -146,8 +146,9 @@ class PhaseDiagnostics(Figures):
 
     @figure("compile", lambda d: _passes(d.passes), row="graph passes", default=())
     def passes(self) -> tuple[dict[str, Any], ...]:
-        """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and the fields of
-        `PassRun`, or `from_cache` if the graph was loaded from torch's cache."""
+        """One mapping for each graph and custom graph pass, in order: `target`, `name`, `hook`, and `graph` (the kind:
+        `module`, `joint`, `forward`, `backward` or `inference`), `is_inference`, `seconds` of the pass, `nodes_before`,
+        `nodes_after` and `changed`, or `from_cache` if the graph was loaded from torch's cache."""
         runs = self.facts.recorder.executions.pass_runs
         return tuple({"target": key.target, **run} for key, run in runs if self.facts.counts(key))
 

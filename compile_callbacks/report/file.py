@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from compile_callbacks._utils.device import device_name
-    from compile_callbacks._utils.fingerprints import installed_version
+    from compile_callbacks._utils.files import installed_version
 
     installed = {package: version for package in _PACKAGES if (version := installed_version(package)) is not None}
     # If nothing has initialized CUDA, no GPU ran the steps.

@@ -13,7 +13,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_cache_dir
 from compile_callbacks.graphs.target_log import TargetSettings
 from compile_callbacks.passes.base import as_passes
-from compile_callbacks.passes.record_graphs import RecordedGraph, RecordGraphs
+from compile_callbacks.passes.helpers import RecordedGraph, RecordGraphs
 from compile_callbacks.targets.resolve import check_target_names
 from compile_callbacks.tuning.tune import PhaseConfig, as_phase_config
 
@@ -46,9 +46,6 @@ class CompileArguments:
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
         configs = {phase: as_phase_config(mode, f"{phase}_mode") for phase, mode in modes.items()}
         checked_passes = as_passes(passes, "passes")
-        for config in configs.values():
-            if config is not None:
-                config.check_hook_points(checked_passes)
         check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import explain_unknown_arguments
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
@@ -28,7 +27,6 @@ _MODULE = "__compile_phases__"
 """The attribute of a wrapped function that contains the compiled module."""
 
 
-@explain_unknown_arguments
 def compile_phases(
     module: Any = None,
     /,

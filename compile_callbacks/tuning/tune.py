@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.fingerprints import digest
-from compile_callbacks._utils.messages import check_fields, check_type, explain_unknown_arguments, part_of
+from compile_callbacks._utils.files import digest
+from compile_callbacks._utils.messages import check_fields, check_type
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, Settings, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
@@ -74,11 +74,6 @@ class Tune(Settings):
         """The graph passes of all candidates."""
         return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
 
-    def check_hook_points(self, passes: Sequence[Any]) -> None:
-        """Refuse passes at a hook point that the options of a candidate set."""
-        for config in self.configs:
-            config.check_hook_points(passes)
-
     def describe(self) -> str:
         """Return the candidates, and the arguments that differ from their defaults, in one line."""
         names = " | ".join(config.describe() for config in self.configs) or AUTO
@@ -92,8 +87,6 @@ class Tune(Settings):
     def _set_fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
-
-Tune.__init__ = explain_unknown_arguments(Tune.__init__)  # type: ignore[method-assign]
 
 PhaseMode = str | InductorConfig | Tune | Mapping[str, Any] | None
 """The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes last."""
@@ -112,9 +105,8 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
     if value == AUTO:
         return Tune(AUTO)
     if isinstance(value, Mapping) and "candidates" in value:
-        with part_of(argument):
-            check_fields(value, Tune)
-            return Tune(**value)
+        check_fields(argument, value, Tune)
+        return Tune(**value)
     return as_config(value, argument, also=(AUTO, EAGER, None))
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from compile_callbacks._utils.fingerprints import digest
+from compile_callbacks._utils.files import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, Variant

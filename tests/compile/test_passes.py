@@ -105,12 +105,12 @@ def test_each_pass_gets_each_graph_with_its_flag_phase_and_options_and_the_repor
 def test_a_pass_in_options_runs_and_a_string_is_refused():
     """Torch itself accepts a string there, and compiles nothing."""
     watch = Watch()
-    config = InductorConfig(options={"post_grad_custom_post_pass": watch})
+    config = InductorConfig(options={"post_grad_custom_post_pass": watch}, passes=[Scale(3)])
     callback = callback_with(train_mode=None, infer_mode=config, on_error="raise")
     trainer(callback).predict(Classifier(), loader(2))
     assert callback.report.infer.graphs == 1
     assert [flag for _, _, flag, _ in watch.seen] == [True]
-    with pytest.raises(TypeError, match=r"options\['post_grad_custom_post_pass'\] contains .* is not a graph pass"):
+    with pytest.raises(TypeError, match=r"options\['post_grad_custom_post_pass'\]='module:name' must be a graph pass"):
         InductorConfig(options={"post_grad_custom_post_pass": "module:name"})
 
 
@@ -183,27 +183,18 @@ def uses_a_node_of_another_graph(graph, is_inference):
     first.args = (torch.fx.Graph().placeholder("stranger"), *first.args[1:])
 
 
-def has_no_identity(graph, is_inference):
-    pass
-
-
 WRONG = {
-    removes_an_output: "number of the graph's outputs from 1 to 0",
-    changes_an_output: r"output 0 from float32\[4, 3\]",
-    uses_a_node_of_another_graph: "not well formed: .*stranger",
-    has_no_identity: r"has a uuid\(\) that raised ZeroDivisionError",
+    removes_an_output: "number of inputs and outputs from 4 to 3",
+    changes_an_output: r"float32\[\] in place of torch.float32\[4, 3\]",
+    uses_a_node_of_another_graph: "RuntimeError: .*stranger",
 }
 
 
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
-def test_a_graph_is_compiled_without_a_pass_that_makes_it_wrong_or_has_no_identity(function):
-    class NotCached(type(graph_pass(function))):
-        def uuid(self):
-            return None if function is not has_no_identity else 1 // 0
-
+def test_a_graph_is_compiled_without_a_pass_that_makes_it_wrong(function):
     module = Classifier()
     expected = trainer().predict(module, loader(1))
-    callback = callback_with(NotCached(function), train_mode=None)
+    callback = callback_with(graph_pass(function), train_mode=None)
     text = f"graph pass '{function.__name__}' at post_grad_post in the infer phase .*{WRONG[function]}"
     with pytest.warns(CompileWarning, match=text):
         predicted = trainer(callback).predict(module, loader(1))
@@ -227,7 +218,7 @@ def test_a_uuid_covers_arguments_source_hook_captured_values_and_attributes_of_t
 
     def passes():
         lambdas = [graph_pass(f) for f in (lambda graph, is_inference: graph.lint(), lambda graph, is_inference: None)]
-        values = 2, 3, 2.0, torch.ones(3), torch.zeros(3), torch.ones(3, 1), torch.tensor(1.0)
+        values = 2, 3, 2.0, (2,), [2], torch.float16, {"by": 2}
         functions = graph_pass(body), graph_pass(hook="post_grad_pre")(body), captures(2), captures(3), *lambdas
         return [*map(Scale, values), *functions]
 
@@ -250,7 +241,7 @@ def test_a_uuid_is_none_if_the_source_does_not_describe_the_pass_and_configs_dif
     created = type("Created", (Scale,), {"__call__": lambda self, graph, is_inference: None})
     namespace = {"__name__": "a_notebook", "GraphPass": GraphPass}
     exec("class InNotebook(GraphPass):\n    def __call__(self, graph, is_inference): pass", namespace)
-    values = object(), Scale(object()), torch.ones(2**20)
+    values = object(), Scale(object()), torch.ones(2)
     passes = [InFunction(2), created(2), namespace["InNotebook"](), *map(Scale, values)]
     assert [each.uuid() for each in passes] == [None] * len(passes)
     first, second = InFunction(2), InFunction(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
@@ -122,7 +123,7 @@ def test_the_gradient_of_a_max_pooling(settings, device, max_pool_pass, no_codeg
 def test_the_triton_kernel_of_max_pooling_equals_its_reference(channels, size, ceil_mode, max_pool_pass, no_codegen):
     x = torch.randn(5, channels, *size, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
     pool = nn.MaxPool2d(3, 2, 1, ceil_mode=ceil_mode)
-    out = torch.compile(pool, options={"post_grad_custom_post_pass": max_pool_pass()})(x)
+    out = compile_phases(copy.deepcopy(pool), passes=[max_pool_pass()], on_error="raise", verify="off")(x)
     grad_output = torch.randn_like(out)
     (actual,) = torch.autograd.grad(out, x, grad_output)
     (expected,) = torch.autograd.grad(pool(x), x, grad_output)

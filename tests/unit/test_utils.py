@@ -48,7 +48,7 @@ def test_describe_failure_ends_if_the_causes_are_a_ring():
     [
         ("import sys; print('a'); print('b', file=sys.stderr); raise SystemExit(3)", "ended with exit status 3: a\nb"),
         ("print('command -O3\\nx.cpp:1: error: a\\nx.cpp:2: error: b'); raise SystemExit(1)", "1: x.cpp:1: error: a"),
-        ("import os; os.kill(os.getpid(), 9)", "was ended by SIGKILL: it printed nothing"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with exit status -9: it printed nothing"),
     ],
 )
 def test_describe_failure_shows_the_output_of_a_failed_process(code, text):
