@@ -155,7 +155,7 @@ def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     """Return the memory of the activations that a backward graph needs, without the inputs of the forward graph."""
     nodes = backward_graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in nodes if not node.name.startswith(("primals_", "tangents_"))]
-    sizes = [value.nbytes for value in values if isinstance(value, torch.Tensor)]
+    sizes = [value.element_size() * value.numel() for value in values if isinstance(value, torch.Tensor)]
     return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
 
 
