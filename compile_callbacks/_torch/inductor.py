@@ -19,10 +19,10 @@ from compile_callbacks._torch import autograd, ports, torch_2_11
 from compile_callbacks._torch.ports import optional
 
 
-@optional("settings", lambda: ["default"])
-def mode_names() -> Sequence[str]:
-    """Return the modes of the installed torch."""
-    return list(torch._inductor.list_mode_options())
+@optional("settings", lambda: {"default": {}})
+def modes() -> dict[str, dict[str, Any]]:
+    """Return the modes of the installed torch, with the Inductor options that each of them sets."""
+    return {name: dict(options) for name, options in torch._inductor.list_mode_options().items()}
 
 
 @functools.cache
@@ -53,12 +53,6 @@ def has_cutlass() -> bool:
     from torch._inductor.codegen.cutlass.utils import try_import_cutlass
 
     return bool(try_import_cutlass())
-
-
-@optional("settings", dict)
-def options_of_mode(name: str) -> dict[str, Any]:
-    """Return the Inductor options that a mode of ``torch.compile`` sets."""
-    return dict(torch._inductor.list_mode_options(name))
 
 
 def import_inductor() -> float:
@@ -233,22 +227,12 @@ def end_failed_warmup(device_index: int) -> bool:
     return bool(missing)
 
 
-@optional("graph passes", tuple)
-def pass_types() -> tuple[Any, ...]:
-    """Return torch's classes of graph passes. Passes of the second class get ``is_inference`` (since torch 2.13)."""
-    from torch._inductor import custom_graph_pass
-
-    return tuple(
-        getattr(custom_graph_pass, name)
-        for name in ("CustomGraphPass", "CustomInferenceAwareGraphPass")
-        if hasattr(custom_graph_pass, name)
-    )
-
-
+@optional("graph passes")
 def register_pass_type(of_library: type) -> None:
     """Let torch treat a class of this library as a class of graph passes."""
-    for kind in pass_types()[:1]:
-        kind.register(of_library)
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    CustomGraphPass.register(of_library)
 
 
 # ------------------------------------------------------------------------------------------ AOTInductor

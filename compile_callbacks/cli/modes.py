@@ -60,8 +60,7 @@ def _list_modes(device: torch.device) -> list[dict[str, Any]]:
         return "its CUDA graphs have no effect without a GPU" if without_effect else None
 
     rows: list[tuple[Any, ...]] = []
-    for name in _torch.inductor.mode_names():
-        options = _torch.inductor.options_of_mode(name)
+    for name, options in _torch.inductor.modes().items():
         rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, lacks(options)))
     for template in map(templates.get, templates.names()):
         config = InductorConfig(template=template.name)

@@ -123,10 +123,11 @@ class InductorConfig(Settings):
             device: The module's device. The method omits options that the device does not support. If ``None``, the
                 method omits nothing.
         """
-        options = _torch.inductor.options_of_mode(self.mode)
+        modes = _torch.inductor.modes()
+        options = modes[self.mode]
         if self.template is not None:
             template = templates.get(self.template)
-            options |= _torch.inductor.options_of_mode(template.mode)
+            options |= modes[template.mode]
             if device is None or template.works_on(device):
                 options |= template.options
         if self.freezing is not None:
@@ -274,7 +275,7 @@ def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGE
 def _check_mode(mode: object, argument: str = "mode", also: tuple[str | None, ...] = ()) -> None:
     check_type(argument, mode, str, "the name of a mode, such as 'default'")
     hint = " `compile-callbacks modes` explains the modes and templates."
-    check_choice(argument, mode, [*_torch.inductor.mode_names(), *also], hint)
+    check_choice(argument, mode, [*_torch.inductor.modes(), *also], hint)
 
 
 def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:

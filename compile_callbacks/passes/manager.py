@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,8 +51,7 @@ class PassManager:
             before, count, interface, started = str(graph), len(graph.nodes), _interface(graph), time.perf_counter()
             if isinstance(graph_pass, GraphPass):
                 graph_pass.phase = self.phase
-            # Of torch's own classes, only the second gets the flag.
-            gets_flag = isinstance(graph_pass, (GraphPass, *_torch.inductor.pass_types()[1:]))
+            gets_flag = len(inspect.signature(graph_pass).parameters) > 1  # torch has classes of passes without it
             try:
                 graph_pass(graph, is_inference) if gets_flag else graph_pass(graph)
                 seconds = time.perf_counter() - started
