@@ -17,8 +17,8 @@ from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.dispatcher import CallProbe
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.targets.resolve import compilable_parts, group_targets, possible_callees, with_equal_blocks
-from compile_callbacks.targets.target import Callee, Target
+from compile_callbacks.targets.resolve import group_targets, possible_callees, with_equal_blocks
+from compile_callbacks.targets.target import Callee, Target, compilable_parts
 
 
 class TargetSearch:

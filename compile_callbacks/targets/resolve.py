@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import unknown
-from compile_callbacks.targets.target import Callee, Target, callees_of, is_replaced, strip_fsdp1_names
+from compile_callbacks.targets.target import Callee, Target, compilable_parts, is_replaced, strip_fsdp1_names
 
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMEWORKS = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -58,25 +58,18 @@ def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = Fa
 
 def _matching(root: nn.Module, name: str) -> list[Callee]:
     if name == "forward":
-        return callees_of("forward", root)
+        return compilable_parts(Callee(name, root))
     modules = {path: module for path, module in root.named_modules(remove_duplicate=False) if path}
     paths = [path for path in modules if fnmatch.fnmatchcase(path, name)]
     # A glob may match submodules of a match, because "*" matches dots.
     if outermost := [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]:
-        return [callee for path in outermost for callee in callees_of(path, modules[path])]
+        return [callee for path in outermost for callee in compilable_parts(Callee(path, modules[path]))]
     owner_path, _, method = name.rpartition(".")
     owner = modules.get(owner_path) if owner_path else root
     # A property is not evaluated.
     if owner is None or not callable(vars(owner).get(method, getattr(type(owner), method, None))):
         raise ValueError(with_code("CC201", unknown("targets", name, ["forward", *modules])))
     return compilable_parts(Callee(name, owner, method))
-
-
-def compilable_parts(called: Callee) -> list[Callee]:
-    """Return a named or called module or method, or the innermost parts of the module if FSDP shards it."""
-    if called.method is None or (called.method == "forward" and called.sharded):
-        return callees_of(called.name, called.module)
-    return [called]
 
 
 # ---------------------------------------------------------------------------------------------- repeated blocks

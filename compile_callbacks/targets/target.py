@@ -75,24 +75,25 @@ class Target:
         return f"{self.name} ({len(self.members)} blocks{compiled})"
 
 
-def callees_of(name: str, module: nn.Module) -> list[Callee]:
-    """Return the call of a module as a callee, or its innermost parts if FSDP shards it.
+def compilable_parts(called: Callee) -> list[Callee]:
+    """Return a module or a method as it is, or the innermost parts of the module if FSDP shards it.
 
     FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
     ``forward`` of a wrapper. Dynamo traces neither. The weights of the innermost parts are ordinary tensors while the
     parts run. torchtitan compiles each transformer block for the same reason.
     """
-    name = strip_fsdp1_names(name)
-    is_unit, fsdp1 = _torch.distributed.is_fsdp_unit, "FullyShardedDataParallel"
-    units = {path: part for path, part in module.named_modules() if is_unit(part, "FSDPModule", fsdp1)}
+    if called.method not in (None, "forward"):
+        return [called]
+    is_unit, fsdp1, name = _torch.distributed.is_fsdp_unit, "FullyShardedDataParallel", strip_fsdp1_names(called.name)
+    units = {path: part for path, part in called.module.named_modules() if is_unit(part, "FSDPModule", fsdp1)}
     prefix = "" if name == "forward" else name.removesuffix(".forward")
-    callees = []
+    parts = []
     for path, unit in units.items():
         if not any(other != path and (not path or other.startswith(f"{path}.")) for other in units):
             unit_name = ".".join(part for part in (prefix, strip_fsdp1_names(path)) if part) or name
-            wrapped = is_unit(unit, fsdp1)
-            callees.append(Callee(unit_name, unit.module) if wrapped else Callee(unit_name, unit, "forward"))
-    return callees or [Callee(name, module)]
+            wrapped: Any = unit
+            parts.append(Callee(unit_name, wrapped.module) if is_unit(unit, fsdp1) else Callee(unit_name, unit, "forward"))
+    return parts or [Callee(name, called.module, called.method)]
 
 
 def strip_fsdp1_names(name: str) -> str:
