@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,7 +49,12 @@ class ObservedCalls:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             _count(self._eager, args, kwargs)  # takes about 1 µs per input
-            result = call(*args, **kwargs)
+            outer = _running.calls
+            _running.calls = (*outer, self)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                _running.calls = outer
             if _torch.dynamo.is_transformed():
                 return result  # torch.func.grad enables grad mode in its backward pass, but needs no second one
             for _, output in tensors_of((result,), {}):
@@ -59,10 +65,10 @@ class ObservedCalls:
         return recorded
 
     def _backward_begins(self, gradients: Any) -> None:
-        if torch.is_grad_enabled():  # autograd enables grad mode in a backward pass only with create_graph=True
-            self.facts.add(DIFFERENTIATED)
-        if _torch.autograd.graph_is_kept():
-            self.facts.add(KEPT)
+        # Autograd enables grad mode in a backward pass only with create_graph=True.
+        facts = [DIFFERENTIATED] * torch.is_grad_enabled() + [KEPT] * _torch.autograd.graph_is_kept()
+        for observed in (self, *_running.calls):  # a running target differentiates the gradients itself
+            observed.facts.update(facts)
 
     def record_later(self, args: Any, kwargs: Any) -> None:
         """Record a call that compiles, or that the compiled code does not fit."""
@@ -96,6 +102,13 @@ class ObservedCalls:
         for key, dimensions in state.items():
             if isinstance(dimensions, list):
                 self._known.update((key, i) for i in dimensions if type(i) is int and i >= 0)
+
+
+class _Running(threading.local):
+    calls: tuple[ObservedCalls, ...] = ()  # the records of the eager calls that run in a thread
+
+
+_running = _Running()
 
 
 class CallRecords(dict[tuple[str, Phase], ObservedCalls]):

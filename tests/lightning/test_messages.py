@@ -159,7 +159,7 @@ CASES = [
     # The phase that reaches the recompile limit is the one that is named.
     case("limit in validation", lambda: TagsInValidation(Calls(mlp(), tagged)), LIMIT_IN_VALIDATION, data=(4,) * 20,
          inside=LIMIT, trainer={"max_epochs": 2}, expect={"train.fallbacks": 0, "infer.fallbacks": 1}),
-    case("counter", net(Counter, 0), COUNTER, text="explain CC103", inside=LIMIT,
+    case("counter", net(Counter, 0), COUNTER, text="explain CC103", inside=LIMIT, train_mode={"dynamic": False},
          expect={"train.graphs": 3, "train.fallbacks": 1}),
     case("counter, advised", net(Counter, torch.zeros(())), inside=LIMIT),
     # The first graph break is the cause of what follows.
