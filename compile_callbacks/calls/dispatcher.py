@@ -27,8 +27,8 @@ class CallSlot:
     def __init__(self, callee: Callee) -> None:
         self.callee = callee
         self.eager = callee.eager
-        # Lightning inspects the arguments through __wrapped__. Users read the __name__ of their methods.
-        functools.update_wrapper(self, self.eager, updated=())
+        # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
+        functools.update_wrapper(self, self.eager, ("__self__", "__func__", *functools.WRAPPER_ASSIGNMENTS), ())
         self.selected: Callable[..., Any] = self.eager  # what a call of the callee runs now
         self._attributes = vars(callee.module)
         self._slot = callee.method or _CALL_SLOT

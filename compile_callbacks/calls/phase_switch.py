@@ -98,17 +98,17 @@ class PhaseSwitch:
 
         If the phase will be compiled, eager calls record the shapes of their inputs.
         """
-        self._select((phase, variant, weights_frozen))
+        if self._selected != (selected := ((phase, variant, weights_frozen),)):
+            self._select(*selected)
 
     def select_by_grad_mode(self, variants: Mapping[Phase, Variant], *, weights_frozen: bool = False) -> None:
         """Let the grad mode of each call select the phase: train if grad is enabled, else infer."""
         self._select(("train", variants["train"], weights_frozen), ("infer", variants["infer"], weights_frozen))
 
     def _select(self, *selected: _Selected) -> None:
-        if self._selected != selected:  # skip most steps, because a change takes 10 µs for each target
-            self._selected = selected
-            for target in self._dispatchers:
-                self._select_for(target)
+        self._selected = selected
+        for target in self._dispatchers:
+            self._select_for(target)
 
     def _select_for(self, target: Target) -> None:
         for dispatcher in self._dispatchers[target] if self._selected else ():

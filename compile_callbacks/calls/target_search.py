@@ -46,6 +46,8 @@ class TargetSearch:
         """Whether a step is running. Calls of hooks between the steps are not recorded."""
         self.called: list[CallProbe] = []
         """The targets that the running step has called for the first time in the phase."""
+        self.records_methods = False
+        """Whether a method may become a target: in the eager steps of a phase, before its first compiled one."""
         self._root, self._switch, self._warn, self._searched, self._resolve = root, switch, warn, searched, resolve
         self._tree = _tree(root)
         self._phase: Phase | None = None
@@ -60,15 +62,14 @@ class TargetSearch:
     # ------------------------------------------------------------------------------------------ steps
 
     def step_begins(self, phase: Phase, *, first: bool, eager: bool) -> None:
-        """Begin a step. At the ``first`` step of a stage or an epoch, look for changes of the module."""
-        if first or phase != self._phase:
-            if first and self._resolve is not None and _tree(self._root) != self._tree:
-                self._look_up(self._resolve)
-            if phase != self._phase:
-                self._change_phase(phase)
-        if not eager:  # a method becomes a target in an eager step only
+        """Begin the ``first`` step of a stage or an epoch, which looks for changes of the module, or an early step."""
+        if first and self._resolve is not None and _tree(self._root) != self._tree:
+            self._look_up(self._resolve)
+        if phase != self._phase:
+            self._change_phase(phase)
+        if not eager:
+            self.records_methods = False
             self._drop([probe for probe in self._standing if probe.callee.method is not None])
-        self.in_step = True
 
     def step_ends(self) -> None:
         """End a step, and remove the probes beneath the targets that it called."""
@@ -86,7 +87,7 @@ class TargetSearch:
     def _change_phase(self, phase: Phase) -> None:
         for probe in self._standing:
             probe.remove()
-        self._phase = phase
+        self._phase, self.records_methods = phase, True
         if phase in self._searched and phase not in self._probes:
             self._probes[phase] = dict.fromkeys(map(CallProbe, possible_callees(self._root)))
         for probe in self._standing:

@@ -239,7 +239,9 @@ class Session:
         if not run.is_freed:  # not when the last step ends, because its outputs still need their compiled code
             self._free_unused()
         looks_up, self._stage_is_new = first or self._stage_is_new, False
-        self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
+        self._search.in_step = True
+        if looks_up or self._search.records_methods:
+            self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
             self.gpu.step_begins(stage.phase, variant)
         self._step = None

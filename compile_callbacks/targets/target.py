@@ -91,8 +91,8 @@ def compilable_parts(called: Callee) -> list[Callee]:
     for path, unit in units.items():
         if not any(other != path and (not path or other.startswith(f"{path}.")) for other in units):
             unit_name = ".".join(part for part in (prefix, strip_fsdp1_names(path)) if part) or name
-            wrapped: Any = unit
-            parts.append(Callee(unit_name, wrapped.module) if is_unit(unit, fsdp1) else Callee(unit_name, unit, "forward"))
+            is_fsdp1 = is_unit(unit, fsdp1)
+            parts.append(Callee(unit_name, unit.module) if is_fsdp1 else Callee(unit_name, unit, "forward"))
     return parts or [Callee(name, called.module, called.method)]
 
 
