@@ -52,21 +52,9 @@ def compare(
 ) -> Comparison | None:
     """Compare the medians of eager and compiled step times. Return ``None`` if there are too few samples.
 
-    Args:
-        eager: The eager step times in windows. A window contains the times of steps that ran after each other. The
-            windows are in order, and the eager baseline is one window.
-        compiled: The compiled step times in windows.
-        level: The confidence level of the interval.
-
-    The interval contains three intervals, because three things change the time of a step:
-
-    - Noise of single steps: the confidence interval for a ratio of medians of Bonett and Price (Confidence Intervals
-      for Ratios of Means and Medians, Journal of Educational and Behavioral Statistics 45, 2020).
-    - Disturbances that last for many steps, such as another program. The eager steps are one short window of the run,
-      and may be as slow as the slowest compiled window. So the interval contains the ratio of each eager window to each
-      compiled window. This is a distribution-free prediction interval (Hahn and Meeker, Statistical Intervals, 1991).
-    - Drift, such as a processor that becomes warm: a linear regression of the compiled windows gives the median at the
-      time of the eager steps, before the first compiled window.
+    A window contains the times of steps that ran after each other, and the eager baseline is one window. The interval
+    has the confidence ``level``, and contains three intervals: for noise of single steps, for disturbances that last
+    for many steps, and for drift. docs/reference/measuring.md describes them.
 
     Example::
 

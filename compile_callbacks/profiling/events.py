@@ -51,13 +51,7 @@ CompilePart = Literal["graph", "backward", "cudagraph", "load"]
 
 
 class CompileKey(NamedTuple):
-    """The target and the phase of a compile.
-
-    Attributes:
-        target: The name of the target.
-        phase: The phase.
-        candidate: The candidate, if the phase has a `Tune`.
-    """
+    """The target and the phase of a compile, and the candidate if the phase has a `Tune`."""
 
     target: str
     phase: Phase

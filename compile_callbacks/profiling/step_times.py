@@ -137,13 +137,10 @@ class _Record:
 
 
 class PhaseTimes:
-    """Times the steps of a phase, and keeps the samples.
+    """Times the steps of a phase, and keeps the samples, as docs/reference/measuring.md describes.
 
     On a GPU, CUDA events measure the steps, and are read after the GPU has passed them, so that nothing synchronizes
-    training. The time of a step is not a sample if torch compiles during the step, or if the step is the first with new
-    shapes. The `WARMUP_STEPS` steps after a compile, and after a change between eager and compiled, give no sample
-    either, and neither does a step in which a call ran eagerly although its target has a compiled graph. Samples are
-    only compared with samples of equal workload.
+    training.
     """
 
     def __init__(self, phase: Phase = "train") -> None:
