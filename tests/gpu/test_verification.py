@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileError, CompileWarning, compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, compile_phases, report_of, restore
 from compile_callbacks.graphs import accuracy
 from tests.support.models import FEATURES, Cosines, mlp
-from tests.support.wrong_passes import WrongBackward, WrongForward
+from tests.support.wrong_passes import WrongForward
 
 pytestmark = pytest.mark.gpu
 
@@ -48,14 +48,6 @@ def test_with_cuda_graphs_all_results_are_compared_before_torch_records():
     assert recordings_and_memory("raise") == unverified
 
 
-def test_with_cuda_graphs_wrong_gradients_are_found():
-    module = compile_phases(plain(), train_mode="reduce-overhead", passes=[WrongBackward()], verify="raise")
-    for _ in range(2):
-        with pytest.raises(CompileError, match="has a relative error of 2 "):
-            module(torch.randn(8, FEATURES, device="cuda"))
-    restore(module)
-
-
 def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_call_already():
     eager, x = plain(), torch.randn(8, FEATURES, device="cuda")
     module = copy.deepcopy(eager)
@@ -68,14 +60,6 @@ def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_ca
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
     restore(module)
-
-
-def test_dropout_is_compared_if_compiled_code_draws_the_numbers_of_eager():
-    net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, 3)).cuda()
-    compile_phases(net, train_mode={"options": {"fallback_random": True}}, verify="raise")
-    net(torch.randn(8, FEATURES, device="cuda")).sum().backward()
-    assert report_of(net).train.verified == "equal 1"
-    restore(net)
 
 
 def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outputs_and_one_of_the_gradients():

@@ -10,14 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch._dynamo.utils import counters
-from torch.distributions import Distribution, Normal
 
-from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases.case import Case, check, net
-from tests.cases.test_values import validation
-from tests.cases.zoo import Calls, Critic, Force, Policy, TwoParts, convolutions
-from tests.support.models import FEATURES, Classifier, batches_of, fit, loader, mlp, seeded, trainer
+from tests.cases.zoo import Calls, Critic, TwoParts, convolutions
+from tests.support.models import Classifier, batches_of, fit, loader, mlp, seeded, trainer
 from tests.support.step_times import Times
 from tests.support.uncached import Uncached
 
@@ -54,16 +51,6 @@ def test_every_entry_point_in_any_order_compiles_once_a_phase():
     assert graphs() == (1, 0)  # another module starts a new report
 
 
-def test_two_predictions_of_a_compiled_run_are_bit_equal():
-    callback = InductorCompile(None, "default", baseline_steps=2)
-    module, run = seeded(), trainer(callback)
-    first, second, third = (torch.cat(run.predict(module, loader(12))) for _ in range(3))
-    assert torch.equal(first[4 * 4 :], second[4 * 4 :])  # the first four batches of the first call ran eagerly
-    assert torch.equal(second, third)
-    assert callback.report.infer.diagnostics.steps == {"compiled": 32}
-
-
-@pytest.mark.codegen
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_two_runs_with_a_deterministic_trainer_are_bit_equal(accelerator):
     runs = []
@@ -138,20 +125,6 @@ def test_steps_with_a_target_left_eager_are_compiled_and_its_calls_are_counted(m
     assert {part["kind"] for part in report.train.diagnostics.series} >= {"eager", "compiled"}
 
 
-@pytest.mark.filterwarnings("ignore:target 'net' runs eagerly:compile_callbacks.CompileWarning")
-@pytest.mark.filterwarnings("ignore:compiled train steps are slower:compile_callbacks.CompileWarning")
-def test_a_module_that_computes_gradients_in_its_forward_is_not_traced_in_each_step():
-    """The target stays eager: torch 2.15 compiles no graph of it, and torch 2.11 could not differentiate the graph."""
-    callback = InductorCompile()
-    runs = [fit(*ours, make=net(Force), train=24, validation=None) for ours in ([callback], [])]
-    torch.testing.assert_close(runs[0].losses, runs[1].losses, rtol=1e-4, atol=1e-5)
-    train = callback.report.train
-    traced = [part["steps"] for part in train.diagnostics.series if part["kind"] == "compiling"]
-    assert sum(map(len, traced)) <= 5
-    assert train.graphs <= 1  # torch 2.11 compiles the code before ``requires_grad_``
-    assert train.fallbacks == 1
-
-
 @pytest.mark.usefixtures("captured_graph")
 def test_a_callback_that_calls_the_network_when_a_stage_starts_compiles_nothing_before_the_eager_steps():
     def call(trainer, module):
@@ -205,51 +178,7 @@ def test_without_a_baseline_and_without_verification_nothing_runs_eagerly(verify
     assert RUNS.count("compiled") == len(RUNS) == 10 + more
 
 
-@pytest.mark.usefixtures("dropped_backends_go")
-def test_the_validation_is_off_while_compiled_on_after_restore_and_off_after_the_users_own_compile_as_in_torch():
-    x = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
-    with validation(True, after=False):
-        callback = InductorCompile({"fullgraph": True, "dynamic": False}, None, baseline_steps=0, keep_compiled=True)
-        trained, graphs = fit(callback, make=net(Policy), train=2), counters["stats"]["unique_graphs"]
-        trained.net(torch.ones(5, FEATURES)).sum().backward()
-        assert (counters["stats"]["unique_graphs"], callback.report.train.fallbacks) == (graphs + 1, 0)
-        torch._dynamo.reset()
-    with validation(True, after=False):
-        module, backend = compile_phases(Policy()), InductorBackend().build(Policy(), x)
-        module(x), backend.infer(x)
-        for report in (report_of(module).train, backend.report.infer):
-            assert (report.graphs, report.graph_breaks) == (1, 0)
-        backend.deactivate()
-        restore(module)
-        with pytest.raises(ValueError, match="to satisfy the constraint GreaterThan"):
-            Normal(torch.zeros(2), torch.tensor([1.0, -1.0]))
-        torch.compile(Policy(), backend="eager", fullgraph=True)(x)
-        assert not Distribution._validate_args
-
-
 # ------------------------------------------------------------------------------------------ arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"train_mode": "none"}, ValueError, "'none' is unknown. Choices: 'default'.*'auto', 'eager', None. `compile"),
-        ({"train_mode": False}, TypeError, "train_mode=False .*'eager' does not compile the phase.*CC202"),
-        ({"mode": "lite"}, TypeError, r"InductorCompile\(train_mode='lite', infer_mode='lite'\).*CC201"),
-        ({"backend": "inductor"}, TypeError, r"Set the modes: InductorCompile\(train_mode=..., infer_mode=...\)"),
-        ({"dynamic": True}, TypeError, r"InductorCompile\(train_mode={'dynamic': True}\)"),
-        ({"train_mode": {"mode": "lite", "options": {"max_autotune": True}}}, ValueError, "train_mode: .*options"),
-        ({"targets": []}, ValueError, "targets"),
-        ({"baseline_steps": -1}, ValueError, "baseline_steps=-1"),
-        ({"verify": False}, ValueError, "verify=False .*verify='off' compares nothing"),
-    ],
-)
-def test_wrong_arguments_are_refused_with_those_that_work(arguments, error, message):
-    with pytest.raises(error, match=message):
-        InductorCompile(**arguments)
-    if "baseline_steps" not in arguments:
-        with pytest.raises(error, match=message.replace("InductorCompile", "compile_phases")):
-            compile_phases(mlp(), **arguments)
 
 
 def test_a_setting_without_effect_is_warned_about_at_the_users_line():

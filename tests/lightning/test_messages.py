@@ -6,18 +6,16 @@ import contextlib
 import functools
 import logging
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.flop_counter import FlopCounterMode
 
 import compile_callbacks
-from compile_callbacks import CompileError, CompileWarning, InductorCompile
+from compile_callbacks import CompileError, InductorCompile
 from tests.cases.case import UNSURPRISING, Case, check, net, run
-from tests.cases.zoo import OLDEST, Calls, CallsInTraining, Force, Repeated, critic, normalized
-from tests.support.models import FEATURES, Classifier, Wrapper, fit, mlp
+from tests.cases.zoo import Calls, CallsInTraining, Force, Repeated, critic, normalized
+from tests.support.models import Classifier, Wrapper, mlp
 
 pytestmark = [
     pytest.mark.all_versions,
@@ -50,12 +48,6 @@ def with_backward_hook():
     module = Classifier()
     module.net[0].register_full_backward_hook(lambda module, inputs, outputs: None)
     return module
-
-
-def sparse():
-    net = mlp()
-    net.register_buffer("mask", torch.eye(FEATURES).to_sparse())
-    return Classifier(Calls(net, lambda net, x: net(torch.sparse.mm(net.mask, x.T).T)))
 
 
 class Penalized(Classifier):
@@ -99,20 +91,6 @@ def scaled(net, x):
     return y
 
 
-class CallsForceInStep(Classifier):
-    """Validates with a target that contains the target of training, and that torch does not compile."""
-
-    def validation_step(self, batch, batch_idx):
-        with torch.enable_grad():
-            super().validation_step(batch, batch_idx)
-
-
-def mode_has_ended():
-    """In torch 2.15, the flag of dispatch modes can stay set after two threads have compiled at the same time."""
-    flag = "is_in_any_mode_without_ignore_compile_internals"
-    return mock.patch.object(torch.utils._python_dispatch, flag, return_value=True)
-
-
 def case(
     name, make, says="", *, text="", codes=(), expect=None, train=8, data=None, trainer=None, inside=None, **settings
 ):
@@ -143,7 +121,6 @@ TRANSFORM |= {"diagnostics.compiled_samples": 0, "verdict": "too few samples"}
 CASES = [
     uncompiled("dispatch mode", lambda: CallsInTraining(mlp(), counts_flops), FLOPS),
     uncompiled("backward hook", with_backward_hook, "Module-level backwards hooks require compiled autograd"),
-    uncompiled("sparse buffer", sparse, "torch.compile does not support sparse Tensors"),
     pytest.param(uncompiled("gradient", net(Force), "torch.autograd.grad"), marks=NEWER),
     # It is said before the first compiled step, which this run does not reach, and once.
     case("disabled", Classifier, f"CC101 ^{OFF}", baseline_steps=9, inside=DISABLED, expect={"train.graphs": 0}),
@@ -165,10 +142,6 @@ CASES = [
     # The first graph break is the cause of what follows.
     case("item", lambda: Classifier(Calls(mlp(), scaled)), text=ITEM, expect={"train.fallbacks": 0}),
     case("item, advised", lambda: Classifier(Calls(mlp(), lambda net, x: net(x) * x.abs().mean()))),
-    # Torch traces no code of the call of a target.
-    case("gradient in validation", lambda: CallsForceInStep(Force()), codes=("CC303",) if OLDEST else ("CC101",) * 3,
-         targets=None, data=(4,) * 8, expect={"train.graphs": ...}),
-    case("dispatch mode that has ended", Classifier, inside=mode_has_ended),
 ]  # fmt: skip
 
 
@@ -178,26 +151,6 @@ def test_a_message_names_the_cause_and_its_advice_helps(case):
     events = [*report.train.diagnostics.events, *report.infer.diagnostics.events]
     assert "___stack" not in str(events)
     assert str(Path(compile_callbacks.__file__).parent) not in str([event.get("file") for event in events])
-
-
-def profiled(profiler):
-    """A module cannot be copied in a profiled run, so this is no `Case`."""
-    callback = InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
-    with LIMIT():
-        fit(callback, validation=None, profiler=profiler)
-    return callback.report.train
-
-
-@NEWER
-@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule")
-def test_the_hooks_of_lightnings_profiler_are_a_cause_with_advice_that_helps():
-    with pytest.warns(CompileWarning) as caught:
-        profiled("pytorch")
-    [said] = [warning for warning in caught if warning.category is CompileWarning]
-    assert "PyTorchProfiler(record_module_names=False) avoids it [CC103" in str(said.message)
-    assert said.filename.endswith("tests/support/models.py")  # the user's line, which calls `Trainer.fit`
-    train = profiled(PyTorchProfiler(record_module_names=False))
-    assert (train.graphs, train.graph_breaks, train.recompiles, train.fallbacks) == (1, 0, 0, 0)
 
 
 def test_on_error_raise_gives_the_reason_of_a_run_that_continues():
