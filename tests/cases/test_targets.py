@@ -15,7 +15,6 @@ from torch.optim import SGD, AdamW
 from compile_callbacks import InductorCompile
 from tests.cases import zoo
 from tests.cases.case import UNSURPRISING, Case, check, net
-from tests.support import random_modules
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -111,6 +110,15 @@ def test_an_exception_in_a_recorded_method_leaves_nothing_on_the_module():
     assert slots(module) == set()
 
 
+class TrainsMethod(Classifier):
+    def __init__(self):
+        super().__init__(zoo.Parts())
+        self.side = mlp()
+
+    def logits(self, x):
+        return self.net.encode(x)[:, :CLASSES] + self.side(x)
+
+
 def test_a_pickle_within_a_step_needs_no_import_of_this_library():
     pickles = []
 
@@ -118,9 +126,8 @@ def test_a_pickle_within_a_step_needs_no_import_of_this_library():
         assert "net.encode" in slots(pl_module)
         pickles.append(pickle.dumps(pl_module))
 
-    model = random_modules.Model(random_modules.Spec(blocks=("plain",), target="net.encode", shared=True))
-    callback = InductorCompile(targets=["net.encode", "side"], baseline_steps=0)
-    trainer(callback, LambdaCallback(on_after_backward=pickle_within_step)).fit(model, loader(2))
+    callback = InductorCompile("default", None, targets=["net.encode", "side"], baseline_steps=0)
+    trainer(callback, LambdaCallback(on_after_backward=pickle_within_step)).fit(TrainsMethod(), loader(2))
     loaded = pickle.loads(pickles[-1])
     assert b"compile_callbacks" not in pickles[-1]
     loaded.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in loaded.state_dict().items()})
