@@ -200,9 +200,9 @@ class GraphBackend:
         """Compile a graph. If a pass fails, compile again without it. Return the error if the compiler fails."""
         skipped: list[Any] = []
         while True:
-            again = _torch.graphs.copy_of_graph(graph) if self._passes else graph
             runs: list[dict[str, Any]] = []
             changed = with_passes(options, self._passes, self._key.phase, runs.append, skipped=skipped)
+            again = _torch.graphs.copy_of_graph(graph) if changed != options else graph
             try:
                 compiled: Callable[..., Any] = _torch.inductor.compile_graph(
                     graph,
