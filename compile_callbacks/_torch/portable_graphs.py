@@ -85,6 +85,8 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
         raise NotPortableError(f"an input is a {unknown.pop().__name__}")
     if next(itertools.chain(graph_module.parameters(), graph_module.buffers()), None) is not None:
         raise NotPortableError("it contains weights or a constant tensor")
+    if any("_checkpoint_context_fn" in getattr(part, "meta", ()) for part in graph_module.modules()):
+        raise NotPortableError("it has an activation checkpoint with a context_fn")
     nodes = list(graphs.all_nodes(graph_module))
     if any("triton_kernel_wrapper" in str(node.target) for node in nodes):  # refers to a table of this process
         raise NotPortableError("it calls a Triton kernel of the user")

@@ -150,7 +150,7 @@ def reasons_of(function, *inputs):
         try:
             with _torch.portable_graphs.restored(sent(graph_module, inputs).graph):
                 pass
-        except NotPortableError as error:
+        except Exception as error:
             reasons.append(str(error))
         return graph_module.forward
 
