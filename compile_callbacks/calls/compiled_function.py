@@ -153,7 +153,7 @@ class CompiledFunction:
         if trains_without_grad or _torch.autograd.saves_through_hooks() or _torch.autograd.in_backward():
             return False
         if not call.missed:  # a call counts once, with any number of frames
-            self._observed.record_later(call.args, call.kwargs)
+            self._observed.record(call.args, call.kwargs)
             self._misses.append(self.calls)
             if len(self._misses) >= self.recompile_after and self.calls - self._misses[0] < OF_LAST_CALLS:
                 self._misses.clear()
@@ -176,7 +176,7 @@ class CompiledFunction:
         """Mark the input dimensions that vary, and set Dynamo's settings for our compiles."""
         if not call.traced:
             call.traced = True
-            self._observed.record_later(call.args, call.kwargs)
+            self._observed.record(call.args, call.kwargs)
         log, facts, settings, graphs = self._log, self._observed.facts, dict(self._config.dynamo), self._backend.graphs
         if DIFFERENTIATED in facts and not graphs:
             if log.settings.on_error == "raise":

@@ -20,9 +20,10 @@ SPECIALIZED = (0, 1)
 DIFFERENTIATED = "gradients are differentiated"  # a backward pass through an eager call had create_graph=True
 KEPT = "graphs are kept"  # a backward pass through an eager call had retain_graph=True
 
-
 MAX_SETS = 1000
 """The maximum number of sets of sizes to keep."""
+
+_running = threading.local()  # its calls are the records of the eager calls that run in the thread
 
 _Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 """The set of sizes of a call: of each tensor, its name with its number of dimensions, and its shape."""
@@ -48,8 +49,8 @@ class ObservedCalls:
         """Wrap a target's eager call to observe its inputs and the backward pass."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            _count(self._eager, args, kwargs)  # takes about 1 µs per input
-            outer = _running.calls
+            self.record(args, kwargs, eager=True)  # takes about 1 µs per input
+            outer = getattr(_running, "calls", ())
             _running.calls = (*outer, self)
             try:
                 result = call(*args, **kwargs)
@@ -67,12 +68,14 @@ class ObservedCalls:
     def _backward_begins(self, gradients: Any) -> None:
         # Autograd enables grad mode in a backward pass only with create_graph=True.
         facts = [DIFFERENTIATED] * torch.is_grad_enabled() + [KEPT] * _torch.autograd.graph_is_kept()
-        for observed in (self, *_running.calls):  # a running target differentiates the gradients itself
+        for observed in (self, *getattr(_running, "calls", ())):  # a running target differentiates the gradients itself
             observed.facts.update(facts)
 
-    def record_later(self, args: Any, kwargs: Any) -> None:
-        """Record a call that compiles, or that the compiled code does not fit."""
-        _count(self._later, args, kwargs)
+    def record(self, args: Any, kwargs: Any, *, eager: bool = False) -> None:
+        """Record an ``eager`` call, or a later one that compiles, or that the compiled code does not fit."""
+        sets, sizes = self._eager if eager else self._later, _sizes_of(args, kwargs)
+        if len(sets) < MAX_SETS or sizes in sets:
+            sets[sizes] += 1
 
     def is_second_set(self, args: Any, kwargs: Any) -> bool:
         """Return whether a call has the second set of sizes, for which a static graph is compiled."""
@@ -104,13 +107,6 @@ class ObservedCalls:
                 self._known.update((key, i) for i in dimensions if type(i) is int and i >= 0)
 
 
-class _Running(threading.local):
-    calls: tuple[ObservedCalls, ...] = ()  # the records of the eager calls that run in a thread
-
-
-_running = _Running()
-
-
 class CallRecords(dict[tuple[str, Phase], ObservedCalls]):
     """The `ObservedCalls` of each target and phase of a session."""
 
@@ -136,12 +132,6 @@ class CallRecords(dict[tuple[str, Phase], ObservedCalls]):
 
 def _sizes_of(args: Any, kwargs: Any) -> _Sizes:
     return tuple((f"{name}:{value.dim()}", tuple(value.shape)) for name, value in tensors_of(args, kwargs))
-
-
-def _count(sets: Counter[_Sizes], args: Any, kwargs: Any) -> None:
-    sizes = _sizes_of(args, kwargs)
-    if len(sets) < MAX_SETS or sizes in sets:
-        sets[sizes] += 1
 
 
 def _by_place(sets: Counter[_Sizes]) -> Iterable[tuple[tuple[str, int], Counter[int]]]:
