@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
-from tests.support.models import QUIET, Classifier, fit, loader, seeded, trainer
+from tests.support.models import QUIET, Classifier, loader, seeded
 
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
-
-
-def assert_run_equals_eager(run: Callable[..., Classifier], *, baseline_steps: int = 0) -> None:
-    """Compare losses, weights and buffers, validation outputs and predictions of a run with those of its eager twin.
-
-    ``run`` takes callbacks, trains a module from a fixed seed, and returns it.
-    """
-    eager = run()
-    ours = InductorCompile(baseline_steps=baseline_steps)
-    compiled = run(ours)
-    assert min(ours.report.train.graphs, ours.report.infer.graphs) >= 1
-    assert_same_module(compiled, eager)
-    assert_same_values(compiled, eager)
-    predictions, expected = (
-        torch.cat(trainer(*callbacks).predict(module, loader(2, seed=1)))
-        for module, callbacks in ((compiled, [ours]), (eager, []))
-    )
-    assert (ours.report.train.fallbacks, ours.report.infer.fallbacks) == (0, 0)
-    torch.testing.assert_close(predictions, expected, **FLOAT32)
-    assert_same_module(compiled, eager)
 
 
 def assert_fits_as_eager(
@@ -70,25 +49,6 @@ def assert_fits_as_eager(
     assert eager.losses[0] != eager.losses[-1]
     assert_same_module(compiled, eager)
     return compiled
-
-
-def assert_same_fit(*ours: pl.Callback, close: Mapping[str, float] = FLOAT32, **arguments: Any) -> None:
-    """Train with callbacks and without them, and compare the values and the modules.
-
-    For several callbacks, and for a run in which nothing is compiled, which `assert_same_training` does not accept.
-    """
-    compiled, eager = fit(*ours, **arguments), fit(**arguments)
-    assert_same_values(compiled, eager, close)
-    assert_same_module(compiled, eager)
-
-
-def assert_same_values(ours: Classifier, eager: Classifier, close: Mapping[str, float] = FLOAT32) -> None:
-    """What both saw while they ran, and how they came out of it."""
-    assert len(eager.losses) > 1
-    assert eager.losses[0] != eager.losses[-1]
-    torch.testing.assert_close(ours.losses, eager.losses, **close)
-    torch.testing.assert_close(ours.validation_outputs, eager.validation_outputs, **close)
-    torch.testing.assert_close(dict(ours.state_dict()), dict(eager.state_dict()), **close)
 
 
 def assert_same_gradients(ours: nn.Module, eager: nn.Module, *inputs: torch.Tensor) -> None:

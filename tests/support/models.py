@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 from typing import Any
@@ -14,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES, CLASSES = 8, 3
+FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
+FLOAT32_ON_GPU = {"rtol": 1e-3, "atol": 1e-4}
 
 
 def mlp() -> nn.Sequential:
@@ -169,10 +170,12 @@ def fit(
     return module
 
 
-def expected(module: Classifier, x: torch.Tensor) -> torch.Tensor:
-    """The outputs of a classifier's net in evaluation mode."""
-    with torch.no_grad():
-        return copy.deepcopy(module.net).eval()(x)
+def assert_fits_as_eager(ours: pl.Callback, close: Any = None, **arguments: Any) -> Any:
+    """Train with the callback and without it, compare losses, outputs and weights, and return the compiled module."""
+    runs = [fit(ours, **arguments), fit(**arguments)]
+    found = ([run.losses, run.validation_outputs, dict(run.state_dict())] for run in runs)
+    torch.testing.assert_close(*found, **(close or FLOAT32))
+    return runs[0]
 
 
 class Manual(Classifier):
