@@ -2,7 +2,7 @@
 
 python benchmarks/false_verdicts.py [--runs 400] [--pairs 50] [--json FILE]
 
-The simulation runs `PhaseTimes` and `Tuning` on step times with 4% noise: a baseline of 10 eager steps, a compile of
+The simulation runs `PhaseTimes` and `Contest` on step times with 4% noise: a baseline of 10 eager steps, a compile of
 5 s, and 2000 compiled steps of 50 ms. "bursts": in a share of the time, in bursts of 1 to 4 s, steps take 10% to
 50% longer. "drift": the machine becomes 5% faster or slower during the run. A true ratio of 1.00 must
 not be called faster.
@@ -33,8 +33,7 @@ from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.comparison import Comparison
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, PhaseTimes, Step, Workload
 from compile_callbacks.tuning.candidates import CompileFacts
-from compile_callbacks.tuning.ranks import Ranks
-from compile_callbacks.tuning.tuning import Conditions, Tuning
+from compile_callbacks.tuning.contest import Conditions, Contest
 
 NOISE, STEP_SECONDS, COMPILE_SECONDS, BASELINE_STEPS = 0.04, 0.05, 5.0, 10
 BURST_SECONDS = 1.0, 4.0
@@ -116,20 +115,20 @@ def simulate_report(ratio: float, *, seed: int, steps: int = 2000, **machine: fl
 def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: float) -> str:
     """Return "faster" if a `Tune` of one candidate chooses the candidate, else "no difference"."""
     simulated = Machine(ratio, COMPILE_SECONDS + steps * STEP_SECONDS, seed=seed, **machine)
-    waits, facts = lambda variant: None, lambda variant: CompileFacts(COMPILE_SECONDS)
-    tuning = Tuning("train", Tune(["default"]), Ranks(), facts=facts, waits=waits, print_line=lambda line: None)
-    tuning.begin(Conditions({}, None, torch.device("cpu")))
+    facts = lambda variant: CompileFacts(COMPILE_SECONDS)  # noqa: E731
+    contest = Contest("train", Tune(["default"]), facts=facts, waits=None, tell=lambda line: None)
+    contest.begin(Conditions())
     number: Counter[Variant] = Counter()
-    while tuning.winner is None:
-        variant, _ = tuning.next()
+    while contest.chosen is None:
+        variant, _ = contest.next()
         number[variant] += 1
         if variant.config is not None and number[variant] == 1:
             simulated.seconds += COMPILE_SECONDS
         seconds = simulated.step_seconds(compiled=variant.config is not None)
         is_sample = (sum(number.values()) - 1) % (4 + 10) >= 2 + WARMUP_STEPS
         span = SimpleNamespace(milliseconds=lambda ms=1000 * seconds: ms)
-        tuning.done(Step(variant=variant, workload=WORKLOAD, span=span, is_sample=is_sample))
-    return "no difference" if tuning.winner.candidate == "eager" else "faster"
+        contest.done(Step(variant=variant, workload=WORKLOAD, span=span, is_sample=is_sample))
+    return "no difference" if contest.chosen.name == "eager" else "faster"
 
 
 def simulation(runs: int) -> Iterator[Row]:

@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import dataclasses
+import functools
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from compile_callbacks._utils.errors import warn_user, with_code
-from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
-from compile_callbacks._utils.phases import EAGER, Phase
-from compile_callbacks.callbacks.trainer_calls import TrainerCalls
-from compile_callbacks.callbacks.trainer_progress import remaining_steps
+from compile_callbacks._utils.errors import CompileError, warn_user, with_code
+from compile_callbacks._utils.messages import describe_failure, in_one_line
+from compile_callbacks._utils.phases import Phase
+from compile_callbacks.callbacks.trainer_run import is_stopping, remaining_steps, resolve_again, undo_users_compile
 from compile_callbacks.graphs.target_log import OnError, Verify
-from compile_callbacks.report.report import CompileReport
+from compile_callbacks.report import loggers
+from compile_callbacks.report.loggers import print_line
+from compile_callbacks.report.render import print_report
+from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import Stage
 from compile_callbacks.session.session import Session
+from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
+from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.targets.users_compile import match_orig_mod_keys
 from compile_callbacks.tuning.tune import PhaseMode
 
-_warn = rank_zero_only(warn_user)
+_OF_RUN = ("session", "_active", "_trainer", "_key_matcher", "_nested", "_outer_stage", "on_after_backward")
+"""The attributes that a copy does not get. A strategy that spawns processes pickles the callback for each of them."""
+
+
+class LastReport:
+    """The report of the last run of a callback. Copies of the callback share it: some libraries train with a copy."""
+
+    report: CompileReport | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LastReport:
+        return self
 
 
 class InductorCompile(Callback):
@@ -78,6 +98,18 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
+    # The constructor sets none of these, because copies begin without a run.
+    session: Session | None = None
+    """The session of the current or last run."""
+    _active: Session | None = None  # the session if it is running, except in a nested call
+    _trainer: Trainer | None = None  # the trainer of the running call, unless its rest runs eagerly
+    _key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
+    _nested: Trainer | None = None  # the trainer of the outermost call within the running call
+    _outer_stage = Stage()  # the stage of the call around the nested call
+    _printed = False  # whether the report was printed
+    _step_is_timed = False
+    _global_step_before = 0
+
     def __init__(
         self,
         train_mode: PhaseMode = "default",
@@ -92,34 +124,12 @@ class InductorCompile(Callback):
         cache_dir: str | os.PathLike[str] | None = None,
         keep_compiled: bool = False,
     ) -> None:
-        given = dict(locals())  # the arguments, for the constructor of the settings and for `__repr__`
-        self._given = {name: value for name, value in given.items() if name not in ("self", "__class__")}
-        check_type("keep_compiled", keep_compiled, bool, "True or False")
-        checked = {name: value for name, value in self._given.items() if name != "keep_compiled"}
-        self.arguments = CompileArguments.checked(**checked)
-        self.keep_compiled = keep_compiled
-        for message in self.arguments.without_effect(keep_compiled=keep_compiled):
-            _warn("CC204", message)
-        self._calls = TrainerCalls(self.arguments, keep_compiled=keep_compiled)
-        self._step_is_timed, self._global_step_before = False, 0
-
-    def __repr__(self) -> str:
-        configs = self.arguments.configs.items()
-        modes = {f"{phase}_mode": config.describe() if config else EAGER for phase, config in configs}
-        values, defaults = {**self._given, **modes}, inspect.signature(InductorCompile).parameters
-        shown = [name for name, value in values.items() if name in modes or value != defaults[name].default]
-        return f"{type(self).__name__}({', '.join(f'{name}={values[name]!r}' for name in shown)})"
+        given = {name: value for name, value in dict(locals()).items() if name not in ("self", "__class__")}
+        self.arguments = CompileArguments.checked(**given)
+        self._last_report = LastReport()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A session belongs to its process. A strategy that spawns processes pickles the callback for each of them.
-        calls = TrainerCalls(self.arguments, keep_compiled=self.keep_compiled, last_report=self._calls.last_report)
-        state = {name: value for name, value in vars(self).items() if name != "on_after_backward"}
-        return {**state, "_calls": calls}
-
-    @property
-    def session(self) -> Session | None:
-        """The session of the current or last run."""
-        return self._calls.session
+        return {name: value for name, value in vars(self).items() if name not in _OF_RUN}
 
     @property
     def report(self) -> CompileReport:
@@ -127,24 +137,39 @@ class InductorCompile(Callback):
 
         If only a copy of this callback ran, this is the report of the copy.
         """
-        return self._calls.report()
+        if self.session is not None:
+            return self.session.report()
+        return self._last_report.report or uncompiled_report(self.arguments.configs)
 
-    # ------------------------------------------------------------------------------------------ a Trainer run
+    # ------------------------------------------------------------------------------------------ a Trainer call
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin a call. A nested call, such as ``trainer.validate`` in a hook of a fit, runs eagerly, not measured."""
         if len(_named_by_script(trainer)) > 1:
             message = (
                 "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
                 "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
             )
             raise MisconfigurationException(with_code("CC203", message))
-        self._calls.begin(trainer, pl_module, fits=stage == "fit")
+        if refused := unsupported_strategy_reason(trainer.strategy):
+            raise MisconfigurationException(with_code("CC801", refused))
+        if (running := self._trainer) is not None:
+            # If another callback raised in ``on_exception``, the earlier call ended without our hook.
+            if running.state.status == TrainerStatus.RUNNING and not (running is trainer and stage == "fit"):
+                if self._active is not None:
+                    self._nested, self._outer_stage = trainer, self._active.stage
+                    self._active.stage_begins(dataclasses.replace(self._active.stage, eager=True))
+                    self._active = None
+                return
+            self._close()
+        self._nested, self._trainer, self._key_matcher = None, trainer, match_orig_mod_keys(pl_module)
+        undo_users_compile(pl_module, self.arguments, trainer)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # No phase begins yet, because a model summary or log_graph may run the model before the first step.
-        self._calls.prepare(trainer, pl_module)
+        self._prepare(trainer, pl_module)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -153,7 +178,7 @@ class InductorCompile(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # After a GPU error, even reading step times raises. That exception must not hide the run's exception.
-        session = self._calls.active
+        session = self._active
         try:
             self._end_call(trainer, exception)
             if session is not None:
@@ -161,45 +186,122 @@ class InductorCompile(Callback):
         except Exception as error:
             exception.add_note(f"InductorCompile wrote no report: {in_one_line(describe_failure(error))}")
 
-    # ------------------------------------------------------------------------------------------ train phase
+    def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
+        """In the first hook of a call, begin the session. Return ``None`` in a nested call and after `_give_up`."""
+        if trainer is not self._trainer or trainer is self._nested:
+            return None
+        if self.session is None or self.session.module is not pl_module:
+            if self.session is not None:
+                self.session.discard()
+            self.session = self._new_session(trainer, pl_module)
+        if not self.session.running:
+            try:
+                self.session.begin(
+                    precision=str(trainer.precision),
+                    rank=trainer.global_rank,
+                    ranks=trainer.world_size,
+                    of_rank_zero=trainer.strategy.broadcast,
+                    stopping=functools.partial(is_stopping, weakref.ref(trainer)),
+                )
+            except Exception as error:
+                self._give_up("begin the run", error)
+                return None
+        self._active, self._nested = self.session, None  # another callback may have hidden the end of a nested call
+        return self.session
+
+    def _new_session(self, trainer: Trainer, pl_module: LightningModule) -> Session:
+        arguments = self.arguments
+        undo_users_compile(pl_module, arguments, trainer)  # again, because configure_model runs after setup
+        if refused := unsupported_reason(pl_module, arguments.configs):
+            raise MisconfigurationException(with_code("CC802", refused))
+        # Lightning's `is_overridden` raises for a module of the package pytorch_lightning.
+        is_lightnings = pl_module.backward.__module__.startswith(("lightning.", "pytorch_lightning."))
+        keeps_graph = not (pl_module.automatic_optimization and is_lightnings)
+        settings = dataclasses.replace(arguments.target_settings, keeps_graph=keeps_graph)
+        return Session(
+            pl_module,
+            resolve_targets(pl_module, arguments.targets or ()),
+            dataclasses.replace(arguments, target_settings=settings),
+            resolve=functools.partial(resolve_again, pl_module, arguments),
+            print_line=functools.partial(print_line, trainer),
+        )
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        """Warn about an error of this library's own bookkeeping, and run the rest of the call eagerly."""
+        if isinstance(error, (Warning, CompileError)):  # the user's settings turn these into errors
+            raise error
+        reason = in_one_line(describe_failure(error))
+        warn_user("CC106", f"InductorCompile could not {what}: {reason}. The rest of the run is eager")
+        self._trainer = self._active = None
+        self._key_matcher.remove()
+        with contextlib.suppress(Exception):
+            self.session.discard()  # type: ignore[union-attr]
+
+    def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
+        """End a call, and write its report. A nested call has no report."""
+        vars(self).pop("on_after_backward", None)
+        if trainer is self._nested:
+            self._nested, self._active = None, self.session
+            if self._active is not None:
+                self._active.stage_begins(self._outer_stage)
+        elif trainer is self._trainer:
+            self._trainer = self._active = None
+            self._close()
+            try:
+                self._write_report(trainer, exception)
+            except Exception as error:
+                if exception is not None:
+                    raise
+                self._give_up("write the report", error)
+
+    def _close(self) -> None:
+        """Remove the hook and the compiled targets of the call."""
+        self._key_matcher.remove()
+        try:
+            if self.session is not None:
+                self.session.end(keep_compiled=self.arguments.keep_compiled)
+        except Exception as error:
+            self._give_up("clean up after the run", error)
+
+    def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
+        """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
+        report = self._last_report.report = self.report
+        graphs = {f"graphs/{graph.title}": graph.text for graph in self.arguments.recorded_graphs()}
+        loggers.log(trainer.loggers, trainer.global_step, report.scalars(), report, graphs)
+        if self.session is None or not report.has_figures:
+            return
+        path = loggers.write_report(trainer, report, exception)
+        if exception is None:
+            self.session.check_run()
+            if not trainer.is_global_zero or (trainer.state.fn != "fit" and self._printed):
+                return
+            self._printed = True
+            print_report(report.phases)
+        if path is not None:
+            print_line(trainer, f"report: {path}")
+
+    def _log_scalars(self, trainer: Trainer, *, details: bool = True) -> None:
+        """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
+        if self._active and trainer.loggers and trainer.is_global_zero:
+            try:
+                scalars = self._active.report(details=details).scalars()
+            except Exception as error:
+                self._give_up("compute the logged figures", error)
+            else:
+                loggers.log(trainer.loggers, trainer.global_step, scalars)
+
+    # ------------------------------------------------------------------------------------------ stages
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin_stage(trainer, pl_module, "train")
-        if (session := self._calls.active) is not None and session.gpu.on_gpu:
+        if (session := self._active) is not None and session.gpu.on_gpu:
             # Only if it has an effect, because each hook takes time in each step.
             self.on_after_backward = self._keep_gradients  # type: ignore[method-assign]
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if (session := self._calls.active) is not None:
-            self._step_is_timed = session.step_begins(first=batch_idx == 0)
-            if self._step_is_timed:
-                self._global_step_before = trainer.global_step
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        accumulated = ""
-        if self._step_is_timed:
-            optimizer_steps = trainer.global_step - self._global_step_before
-            accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
-        if (session := self._calls.active) is not None:
-            try:
-                session.step_ends("train", batch, accumulated)
-            except Exception as error:
-                self._calls.give_up("measure a step", error)
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
-        if every and (batch_idx + 1) % every == 0:
-            self._calls.log_scalars(trainer, details=False)
-
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_stage("train")
-        self._calls.log_scalars(trainer)
-
-    # ------------------------------------------------------------- infer phase: validation, test and predict alike
+        self._end_stage(trainer, "train")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -208,13 +310,36 @@ class InductorCompile(Callback):
     on_test_start = on_predict_start = on_validation_start
 
     @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end_stage(trainer, "infer")
+        if trainer.state.fn == "fit":
+            self._begin_stage(trainer, pl_module, "train")
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
+        if (session := self._prepare(trainer, pl_module)) is not None:
+            stage = Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=trainer.state.fn != "fit")
+            session.stage_begins(stage, {} if stage.eager else remaining_steps(trainer))
+
+    def _end_stage(self, trainer: Trainer, phase: Phase) -> None:
+        if (session := self._active) is not None:
+            session.check(phase)
+        if not trainer.sanity_checking:
+            self._log_scalars(trainer)
+
+    # ------------------------------------------------------------------------------------------ steps of all stages
+
+    @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if (session := self._calls.active) is not None:
+        if (session := self._active) is not None:
             self._step_is_timed = session.step_begins(first=batch_idx == 0)
+            if self._step_is_timed:
+                self._global_step_before = trainer.global_step
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_train_batch_start = on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_batch_end(
@@ -226,45 +351,26 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if (session := self._calls.active) is not None:
+        trains, accumulated = trainer.training, ""
+        loader = "train" if trains else f"{trainer.state.stage} {dataloader_idx}"
+        if trains and self._step_is_timed:
+            optimizer_steps = trainer.global_step - self._global_step_before
+            accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
+        if (session := self._active) is not None:
             try:
-                session.step_ends(f"{trainer.state.stage} {dataloader_idx}", batch)
+                session.step_ends(loader, batch, accumulated)
             except Exception as error:
-                self._calls.give_up("measure a step", error)
+                self._give_up("measure a step", error)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
+        if trains and every and (batch_idx + 1) % every == 0:
+            self._log_scalars(trainer, details=False)
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_stage("infer")
-        if not trainer.sanity_checking:
-            self._calls.log_scalars(trainer)
-        if trainer.state.fn == "fit":
-            self._begin_stage(trainer, pl_module, "train")
-
-    on_test_end = on_predict_end = on_validation_end
-
-    # ------------------------------------------------------------------------------------------ parts of the hooks
+    on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def _keep_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        session = self._calls.active
+        session = self._active
         if session is not None and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
             session.after_backward()
-
-    def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
-        if (session := self._calls.prepare(trainer, pl_module)) is not None:
-            frozen = trainer.state.fn != "fit"
-            if not trainer.sanity_checking:
-                session.plan(remaining_steps(trainer))  # first, because another callback may call the module now
-            session.stage_begins(Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=frozen))
-
-    def _end_stage(self, phase: Phase) -> None:
-        if (session := self._calls.active) is not None:
-            session.stage_ends(phase)
-
-    def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        vars(self).pop("on_after_backward", None)
-        self._calls.end(trainer, exception)
 
 
 class CompileFromEnvironment(InductorCompile):
@@ -273,16 +379,12 @@ class CompileFromEnvironment(InductorCompile):
     Only when a run begins, all callbacks are known: Lightning adds those of entry points and of the module.
     """
 
-    told = False
-
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not _named_by_script(trainer):
             super().setup(trainer, pl_module, stage)
-        elif not self.told:
-            self.told = True
-            mode = self._given["train_mode"]
-            rank_zero_info(f"COMPILE_CALLBACKS={mode} has no effect, because the script has its own InductorCompile")
+        else:
+            rank_zero_info("COMPILE_CALLBACKS has no effect, because the script has its own InductorCompile")
 
 
 def _named_by_script(trainer: Trainer) -> list[Callback]:

@@ -41,7 +41,7 @@ class ObservedCalls:
 
     def __init__(self) -> None:
         self.facts: set[str] = set()  # those of DIFFERENTIATED and KEPT that are true
-        self._eager: Counter[_Sizes] = Counter()  # the number of eager calls, by set of sizes
+        self.eager: Counter[_Sizes] = Counter()  # the number of eager calls, by set of sizes
         self._later: Counter[_Sizes] = Counter()  # the same of calls that compile, or that the code does not fit
         self._known: set[tuple[str, int]] = set()  # the inputs and dimensions that varied in earlier runs
 
@@ -73,7 +73,7 @@ class ObservedCalls:
 
     def record(self, args: Any, kwargs: Any, *, eager: bool = False) -> None:
         """Record an ``eager`` call, or a later one that compiles, or that the compiled code does not fit."""
-        sets, sizes = self._eager if eager else self._later, _sizes_of(args, kwargs)
+        sets, sizes = self.eager if eager else self._later, _sizes_of(args, kwargs)
         if len(sets) < MAX_SETS or sizes in sets:
             sets[sizes] += 1
 
@@ -83,7 +83,7 @@ class ObservedCalls:
 
     def varying(self) -> dict[str, list[int]]:
         """Return the dimensions that vary, by input."""
-        places = self._known | {place for place, counts in _by_place(self._eager) if _varies(counts)}
+        places = self._known | {place for place, counts in _by_place(self.eager) if _varies(counts)}
         if len(self._later) > 2:
             places |= {place for place, counts in _by_place(self._later) if len(counts.keys() - SPECIALIZED) > 1}
         return {key: sorted(i for name, i in places if name == key) for key, _ in sorted(places)}
@@ -113,6 +113,11 @@ class CallRecords(dict[tuple[str, Phase], ObservedCalls]):
     def of(self, target: str, phase: Phase) -> ObservedCalls:
         """Return the record of a target in a phase."""
         return self.setdefault((target, phase), ObservedCalls())
+
+    def shares(self, phase: Phase) -> dict[str, float]:
+        """Return the share of the most frequent set of sizes in the eager calls of each target of a phase."""
+        eager = {target: observed.eager for (target, of_phase), observed in self.items() if of_phase == phase}
+        return {target: max(sets.values()) / sets.total() for target, sets in eager.items() if sets}
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the observations by phase and target, as JSON-ready data."""

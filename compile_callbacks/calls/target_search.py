@@ -48,16 +48,17 @@ class TargetSearch:
         """The targets that the running step has called for the first time in the phase."""
         self.records_methods = False
         """Whether a method may become a target: in the eager steps of a phase, before its first compiled one."""
-        self._root, self._switch, self._warn, self._searched, self._resolve = root, switch, warn, searched, resolve
+        self._root, self._switch, self._warn, self.searched, self._resolve = root, switch, warn, searched, resolve
         self._tree = _tree(root)
-        self._phase: Phase | None = None
+        self.phase: Phase | None = None
+        """The phase of the last step, or ``None`` before the first step of a run."""
         self._probes: dict[Phase | None, dict[CallProbe, None]] = {}
         self._in_method: list[CallProbe] | None = None  # the probes that a running method called
 
     @property
     def _standing(self) -> dict[CallProbe, None]:
         """The probes of the current phase."""
-        return self._probes.get(self._phase, {})
+        return self._probes.get(self.phase, {})
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -65,7 +66,7 @@ class TargetSearch:
         """Begin the ``first`` step of a stage or an epoch, which looks for changes of the module, or an early step."""
         if first and self._resolve is not None and _tree(self._root) != self._tree:
             self._look_up(self._resolve)
-        if phase != self._phase:
+        if phase != self.phase:
             self._change_phase(phase)
         if not eager:
             self.records_methods = False
@@ -82,13 +83,13 @@ class TargetSearch:
         self.step_ends()
         self._drop(list(self._standing))
         self._probes.clear()
-        self._phase, self._in_method = None, None
+        self.phase, self._in_method = None, None
 
     def _change_phase(self, phase: Phase) -> None:
         for probe in self._standing:
             probe.remove()
-        self._phase, self.records_methods = phase, True
-        if phase in self._searched and phase not in self._probes:
+        self.phase, self.records_methods = phase, True
+        if phase in self.searched and phase not in self._probes:
             self._probes[phase] = dict.fromkeys(map(CallProbe, possible_callees(self._root)))
         for probe in self._standing:
             probe.selected = functools.partial(self._call, probe)
@@ -108,7 +109,7 @@ class TargetSearch:
         self._switch.discard(discarded)
         known = {_identity(target) for target in self._switch.targets}
         self._switch.add([target for identity, target in named.items() if identity not in known])
-        for target in () if self._searched else discarded:
+        for target in () if self.searched else discarded:
             if target.name not in {target.name for target in named.values()}:
                 message = f"target {target.name!r} is no longer a part of the module, so it is not compiled"
                 self._warn.warn("CC102", message, about=(target.name, "gone"))

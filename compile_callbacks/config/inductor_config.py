@@ -75,6 +75,21 @@ class InductorConfig(Settings):
     dynamo: Mapping[str, Any] = field(default_factory=dict)
     passes: tuple[Any, ...] = ()
 
+    @property
+    def configs(self) -> tuple[InductorConfig, ...]:
+        """This config. A `Tune` has several."""
+        return (self,)
+
+    def config(self, device: torch.device, sharded: bool, shapes: Mapping[str, float]) -> InductorConfig:
+        """Return the config of a phase with these settings, when its eager steps end.
+
+        Args:
+            device: The device of the weights.
+            sharded: Whether the weights are sharded.
+            shapes: The share of the most frequent set of sizes in the eager calls of each target.
+        """
+        return self
+
     def __post_init__(self) -> None:
         _check_mode(self.mode)
         if self.template is not None:

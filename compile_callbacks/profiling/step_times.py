@@ -50,6 +50,7 @@ class Step:
     variant: Variant = EAGER_VARIANT  # that the policy chose
     first: bool = False  # of its stage or epoch
     wanted: bool = False  # whether the policy wants the time of the step
+    repeats: bool = False  # whether it stands for further steps, which are only counted
     began: float = 0.0  # the time of the start, in seconds of `clock.now`
     compiles: int = 0  # the recorder's number of compiles at the start
     graphs_before: int = 0  # the recorder's number of executed graphs at the start

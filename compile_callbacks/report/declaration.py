@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from compile_callbacks.profiling.memory import PeakMemory
     from compile_callbacks.profiling.recorder import CompileRecorder
     from compile_callbacks.profiling.step_times import PhaseTimes, Savings, StepTimes
-    from compile_callbacks.tuning.tune import PhaseConfig
 
 _T = TypeVar("_T")
 
@@ -38,7 +37,7 @@ class PhaseFacts:
     """The measurements of a phase, from which the figures are computed. With a `Tune`, of the chosen candidate."""
 
     phase: Phase
-    settings: PhaseConfig
+    mode: str  # the settings in one line
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
     timer: PhaseTimes

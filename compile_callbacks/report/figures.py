@@ -215,7 +215,7 @@ class PhaseReport(Figures):
     def mode(self) -> str:
         """The settings in one line, or `eager` if the phase is not compiled. With a `Tune`, the chosen candidate. The
         other figures are about that candidate, unless their description says otherwise."""
-        return self.facts.candidate or (self.facts.settings.describe() if self.facts.settings else EAGER)
+        return self.facts.candidate or self.facts.mode
 
     @figure("compile", lambda report: ", ".join(report.targets) or NOTHING, default=())
     def targets(self) -> tuple[str, ...]:

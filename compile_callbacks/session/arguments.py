@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.cache.folder import check_cache_dir
@@ -27,6 +28,7 @@ class CompileArguments:
     target_settings: TargetSettings = field(default_factory=TargetSettings)
     baseline_steps: int = 0
     background: bool = False
+    keep_compiled: bool = False
     mode_arguments: Mapping[Phase, str] = field(default_factory=lambda: MODE_ARGUMENTS)
 
     @classmethod
@@ -40,6 +42,7 @@ class CompileArguments:
         cache_dir: str | os.PathLike[str] | None,
         baseline_steps: int = 0,
         background: bool = False,
+        keep_compiled: bool = False,
         **target_settings: Any,
     ) -> CompileArguments:
         """Check the arguments that a user gave."""
@@ -50,18 +53,24 @@ class CompileArguments:
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
             raise ValueError(with_code("CC201", message))
-        check_type("background", background, bool, "True or False")
-        return cls(
+        for name, value in {"background": background, "keep_compiled": keep_compiled}.items():
+            check_type(name, value, bool, "True or False")
+        folder = check_cache_dir(cache_dir)
+        arguments = cls(
             configs=configs,
-            background=background,
             targets=check_target_names(targets),
-            target_settings=TargetSettings(
-                **target_settings,
-                passes=checked_passes,
-                cache_dir=check_cache_dir(cache_dir),
-            ),
+            target_settings=TargetSettings(**target_settings, passes=checked_passes, cache_dir=folder),
             baseline_steps=baseline_steps,
+            background=background,
+            keep_compiled=keep_compiled,
         )
+        without_effect: dict[str, Any] = {"passes": checked_passes, "cache_dir": folder, "background": background}
+        without_effect["keep_compiled"] = keep_compiled
+        if not arguments.compiles and (name := next((n for n, value in without_effect.items() if value), "")):
+            warn_user("CC204", f"{name} has no effect, because neither train_mode nor infer_mode compiles")
+        if (train := configs["train"]) and any(config.freezes for config in train.configs):
+            warn_user("CC204", "train_mode's option 'freezing' has no effect, because training changes the weights")
+        return arguments
 
     @property
     def uncompiled(self) -> frozenset[Phase]:
@@ -73,21 +82,9 @@ class CompileArguments:
         """Whether a phase is compiled."""
         return any(self.configs.values())
 
-    def without_effect(self, **others: object) -> list[str]:
-        """Return a message for each argument that has no effect."""
-        train = self.configs["train"]
-        messages = []
-        if train is not None and train.freezes:
-            messages.append("train_mode's option 'freezing' has no effect, because training changes the weights")
-        settings = self.target_settings
-        given: dict[str, object] = {"passes": settings.passes, "cache_dir": settings.cache_dir}
-        given |= {"background": self.background, **others}
-        if not self.compiles and (name := next((name for name, value in given.items() if value), None)):
-            messages.append(f"{name} has no effect, because neither train_mode nor infer_mode compiles")
-        return messages
-
     def recorded_graphs(self) -> list[RecordedGraph]:
         """Return the graphs that the `RecordGraphs` passes of both phases have recorded."""
-        given = [settings.passes for settings in (self.target_settings, *self.configs.values()) if settings is not None]
-        recorders = {id(p): p for passes in given for p in passes if isinstance(p, RecordGraphs)}
+        of_phases = [config.passes for settings in self.configs.values() if settings for config in settings.configs]
+        given = itertools.chain(self.target_settings.passes, *of_phases)
+        recorders = {id(p): p for p in given if isinstance(p, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]

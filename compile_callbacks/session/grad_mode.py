@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from compile_callbacks._utils.errors import warn_user, with_code
+from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
 from compile_callbacks.config.inductor_config import Mode
@@ -23,12 +23,11 @@ from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.tuning.tune import Tune
 
-_MODULE = "__compile_phases__"
-"""The attribute of a wrapped function that contains the compiled module."""
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def compile_phases(
-    module: Any = None,
+    module: _Module,
     /,
     train_mode: Mode = "default",
     infer_mode: Mode = "default",
@@ -38,16 +37,16 @@ def compile_phases(
     on_error: OnError = "eager",
     verify: Verify = "warn",
     cache_dir: str | os.PathLike[str] | None = None,
-) -> Any:
-    """Compile a module or a function for a hand-written loop, with or without Fabric.
+) -> _Module:
+    """Compile a module for a hand-written loop, with or without Fabric.
 
     Calls with grad enabled use ``train_mode``, and other calls use ``infer_mode``. torch compiles at the first call, so
     move the module to its device before. As under a Trainer, the module is compiled in place: its state_dict, copies
     and pickles contain the original module.
 
     Args:
-        module: The module to compile, or a function to wrap. If ``Fabric.setup`` returned the module, the module that
-            you passed to ``setup`` is compiled. Without this argument, `compile_phases` returns a decorator.
+        module: The module to compile. If ``Fabric.setup`` returned the module, the module that you passed to ``setup``
+            is compiled.
         train_mode: The settings for calls with grad enabled. See `InductorCompile`. ``"auto"`` and a `Tune` are not
             allowed, because they need the step times of a Trainer.
         infer_mode: The settings for calls with grad disabled, with the same choices.
@@ -58,63 +57,59 @@ def compile_phases(
         cache_dir: See `InductorCompile`. torch uses the folder until `restore`, or until the module is deleted.
 
     Returns:
-        The same module, or a wrapper that calls the compiled function.
+        The same module.
 
     Raises:
-        TypeError: If ``module`` is not a module or function, or an argument has a wrong type.
-        ValueError: If a value is not one of the choices, ``targets`` is set for a function, or the module is already
-            compiled.
+        TypeError: If ``module`` is not a module, or an argument has a wrong type.
+        ValueError: If a value is not one of the choices, or the module is already compiled.
 
     Example::
 
-        >>> @compile_phases(infer_mode="max-autotune-no-cudagraphs")
-        ... def double(x):
-        ...     return x + x
-        >>> report_of(double).infer.mode
+        >>> net = compile_phases(torch.nn.ReLU(), infer_mode="max-autotune-no-cudagraphs")
+        >>> report_of(net).infer.mode
         'max-autotune-no-cudagraphs'
     """
-    given: dict[str, Any] = {
-        "train_mode": train_mode,
-        "infer_mode": infer_mode,
-        "targets": targets,
-        "passes": passes,
-        "on_error": on_error,
-        "verify": verify,
-        "cache_dir": cache_dir,
-    }
-    if module is None:
-        return functools.partial(compile_phases, **given)
-    if not callable(module) or isinstance(module, type):
-        raise TypeError(with_code("CC202", f"module={module!r} must be a torch.nn.Module or a function"))
-    if targets is not None and not isinstance(module, nn.Module):
-        message = f"targets={targets!r} names parts of a module, and {module!r} is a function"
-        raise ValueError(with_code("CC203", message))
+    given = {name: value for name, value in dict(locals()).items() if name != "module"}
+    check_type("module", module, nn.Module, "a torch.nn.Module")
     arguments = CompileArguments.checked(**given)
-    _check_without_trainer(arguments)
-    if isinstance(module, nn.Module):
-        _compile_in_place(_without_fabric(module), arguments)
-        return module
-    holder = _Function(module)
-    _compile_in_place(holder, arguments)
+    for phase, config in arguments.configs.items():
+        if isinstance(config, Tune):
+            message = (
+                f"{phase}_mode={config.describe()!r} needs the step times of a Trainer, which compile_phases does not "
+                "have. Set one mode or config"
+            )
+            raise ValueError(with_code("CC203", message))
+        if phase == "infer" and config is not None and any(each.freezes for each in config.configs):
+            message = "infer_mode's option 'freezing' has no effect without a Trainer, whose stage tells if weights are"
+            warn_user("CC204", f"{message} constant")
+    inner = _without_fabric(module)
+    if unsupported := unsupported_reason(inner, arguments.configs):
+        raise ValueError(with_code("CC802", unsupported))
+    targets_found = resolve_targets(inner, arguments.targets or ("forward",))
+    names = {member.name for target in targets_found for member in target.members}
+    if _session_of(inner) is not None or names & set(compiled_target_names(inner)):
+        message = (
+            f"module={type(inner).__name__} is already compiled by this library. Call restore(module) first, or "
+            "deactivate() of the InductorBackend that compiled it"
+        )
+        raise ValueError(with_code("CC203", message))
+    # A hand-written loop may keep the graph of any backward pass.
+    settings = replace(arguments.target_settings, keeps_graph=True)
+    session = GradModeSession(inner, targets_found, replace(arguments, target_settings=settings))
+    session.begin_by_grad_mode()
+    return module
 
-    @functools.wraps(module)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return holder(*args, **kwargs)
 
-    call.__dict__[_MODULE] = holder
-    return call
-
-
-def report_of(compiled: Any) -> CompileReport:
+def report_of(compiled: nn.Module) -> CompileReport:
     """Return the report so far, and warn once about targets that ran without a compiled graph.
 
     The report has no step times, because only `InductorCompile` measures them.
 
     Args:
-        compiled: The module that `compile_phases` compiled, or the function that it returned.
+        compiled: The module that `compile_phases` compiled.
 
     Raises:
-        ValueError: If `compile_phases` did not compile the module or function.
+        ValueError: If `compile_phases` did not compile the module.
     """
     session = _session_or_error(compiled, "report_of")
     for phase in PHASES:
@@ -122,14 +117,14 @@ def report_of(compiled: Any) -> CompileReport:
     return session.report()
 
 
-def restore(compiled: Any) -> None:
-    """Undo `compile_phases`: the module, or the wrapped function, runs eagerly again.
+def restore(compiled: nn.Module) -> None:
+    """Undo `compile_phases`: the module runs eagerly again.
 
     Args:
-        compiled: The module that `compile_phases` compiled, or the function that it returned.
+        compiled: The module that `compile_phases` compiled.
 
     Raises:
-        ValueError: If `compile_phases` did not compile the module or function.
+        ValueError: If `compile_phases` did not compile the module.
     """
     _session_or_error(compiled, "restore").discard()
 
@@ -138,11 +133,13 @@ class GradModeSession(Session):
     """A session without a Trainer. The grad mode of each call selects the phase."""
 
     def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
-        """Compile the module in place."""
+        """Compile the module in place, until the module is deleted or the session is discarded."""
         self.begin()
         if found_from_module:
             for dispatcher in self._switch.dispatchers():
                 dispatcher.session = self
+            assert self._undo is not None
+            weakref.finalize(self.module, self._undo.close)  # does not keep the module alive
         variants = {phase: run.chosen for phase, run in self._phases.items()}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
 
@@ -151,25 +148,6 @@ class GradModeSession(Session):
         for compiled_target in self._switch.compiled_targets("infer"):
             compiled_target.function.recompile_after = after
 
-    def end_with_module(self) -> None:
-        """End this session when the module is deleted. This does not keep the module alive."""
-        weakref.finalize(self.module, self._recorder.stop)
-        if self._cache is not None:
-            weakref.finalize(self.module, self._cache.end)
-
-
-class _Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def extra_repr(self) -> str:
-        # Makes the fingerprints of different functions differ. The fingerprint names the model's record in cache_dir.
-        return f"{self._function.__module__}.{getattr(self._function, '__qualname__', '')}"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
 
 def _without_fabric(module: Any) -> Any:
     """Return the module in a wrapper of ``Fabric.setup``. torch cannot trace all of its precision, hooks and DDP."""
@@ -177,51 +155,13 @@ def _without_fabric(module: Any) -> Any:
     return module.module if is_wrapper else module
 
 
-def _check_without_trainer(arguments: CompileArguments) -> None:
-    """Refuse modes that need a Trainer, and warn about settings without effect."""
-    for phase, config in arguments.configs.items():
-        if isinstance(config, Tune):
-            message = (
-                f"{phase}_mode={config.describe()!r} needs the step times of a Trainer, which compile_phases does not "
-                "have. Set one mode or config"
-            )
-            raise ValueError(with_code("CC203", message))
-    messages = arguments.without_effect()
-    infer = arguments.configs["infer"]
-    if infer is not None and infer.freezes:
-        messages.append(
-            "infer_mode's option 'freezing' has no effect without a Trainer, whose stage tells if weights are constant"
-        )
-    for message in messages:
-        warn_user("CC204", message)
-
-
-def _compile_in_place(module: nn.Module, arguments: CompileArguments) -> None:
-    if unsupported := unsupported_reason(module, arguments.configs):
-        raise ValueError(with_code("CC802", unsupported))
-    targets = resolve_targets(module, arguments.targets or ("forward",))
-    names = {member.name for target in targets for member in target.members}
-    if _session_of(module) is not None or names & set(compiled_target_names(module)):
-        message = (
-            f"module={type(module).__name__} is already compiled by this library. Call restore(module) first, or "
-            "deactivate() of the InductorBackend that compiled it"
-        )
-        raise ValueError(with_code("CC203", message))
-    # A hand-written loop may keep the graph of any backward pass.
-    settings = replace(arguments.target_settings, keeps_graph=True)
-    session = GradModeSession(module, targets, replace(arguments, target_settings=settings))
-    session.begin_by_grad_mode()
-    session.end_with_module()
-
-
 def _session_or_error(compiled: Any, function: str) -> Session:
-    session = _session_of(_without_fabric(getattr(compiled, _MODULE, compiled)))
+    session = _session_of(_without_fabric(compiled))
     if session is None:
         message = (
             f"{function} got {type(compiled).__name__}, which compile_phases did not compile, or which is already "
-            "restored. Pass the module that you passed to compile_phases, or the function that it returned. "
-            "InductorCompile restores its module at the end of the Trainer's run, and an InductorBackend restores its "
-            "module in deactivate()"
+            "restored. Pass the module that you passed to compile_phases. InductorCompile restores its module at the "
+            "end of the Trainer's run, and an InductorBackend restores its module in deactivate()"
         )
         raise ValueError(with_code("CC109", message))
     return session

@@ -36,9 +36,7 @@ from compile_callbacks.session.phase_run import PhaseRun, Stage
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.target import Target
-from compile_callbacks.tuning.ranks import Ranks
-from compile_callbacks.tuning.tune import Tune
-from compile_callbacks.tuning.tuning import Conditions
+from compile_callbacks.tuning.contest import Conditions
 
 
 class Session:
@@ -56,16 +54,11 @@ class Session:
         resolve: Callable[[], Sequence[Target]] | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.module = module
-        self._arguments = arguments
-        self._finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
-        self._ranks = Ranks()
-        warn = self._warn = WarnOnce()
-        self._requests = RequestQueue() if arguments.background and arguments.compiles else None
-        settings = replace(arguments.target_settings, requests=self._requests)
-        folder = settings.cache_dir if arguments.compiles else None
-        self._cache = CompileCache(folder, functools.partial(warn.warn, "CC401")) if folder else None
-        self._model_record: ModelRecord | None = None
+        self.module, self._warn = module, WarnOnce()
+        requests = RequestQueue() if arguments.background and arguments.compiles else None
+        settings = replace(arguments.target_settings, requests=requests)
+        self._arguments = arguments = replace(arguments, target_settings=settings)
+        self._helper = None if requests is None else Helper(requests, self._helper_failed)
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=CompileProgress(print_line), mode_arguments=arguments.mode_arguments)
         self._switch = PhaseSwitch(
@@ -73,41 +66,34 @@ class Session:
             uncompiled=arguments.uncompiled,
             recorder=self._recorder,
             settings=settings,
-            warn=warn,
+            warn=self._warn,
         )
         self._phases = {
             phase: PhaseRun(
-                phase,
-                config,
-                module=module,
-                recorder=self._recorder,
-                requests=self._requests,
-                ranks=self._ranks,
-                baseline_steps=arguments.baseline_steps,
-                record=functools.partial(self._record, phase),
-                print_line=print_line,
+                phase, config, module=module, recorder=self._recorder, requests=requests, print_line=print_line
             )
             for phase, config in arguments.configs.items()
         }
+        finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
         self._search = TargetSearch(
             module,
             self._switch,
-            warn,
-            searched={*PHASES} - arguments.uncompiled if self._finds_targets else (),
+            self._warn,
+            searched={*PHASES} - arguments.uncompiled if finds_targets else (),
             resolve=resolve,
         )
-        self._helper = None if self._requests is None else Helper(self._requests, self._helper_failed)
         self.gpu = StepsOnGpu(module)
-        self.running = False
-        """Whether a Trainer run is in progress."""
         self.stage = Stage()
         """The running stage."""
-        self._stage_is_new = True  # whether no step of the stage has begun
         self._step: Step | None = None  # the running step, if it is measured
-        self._counted: Step | None = None  # stands for the next untimed steps, which the session only counts
-        self._validation = contextlib.ExitStack()  # restores the argument validation of torch.distributions
+        self._undo: contextlib.ExitStack | None = None  # ends the Trainer run, without references to the module
 
     # ------------------------------------------------------------------------------------------ a Trainer run
+
+    @property
+    def running(self) -> bool:
+        """Whether a Trainer run is in progress."""
+        return self._undo is not None
 
     def add_note(self, error: BaseException) -> None:
         """Name target, setting and remedy in an error of compiled code, such as in a later backward pass."""
@@ -121,75 +107,70 @@ class Session:
         self,
         *,
         precision: str = "",
-        all_ranks: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        of_rank_zero: Callable[[Any], Any] = lambda value: value,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin a Trainer run, and install the targets.
 
-        ``all_ranks`` of the default process group begin the run, or only this process. ``stopping`` must
-        not refer to the module.
+        ``of_rank_zero`` returns rank zero's value on each rank. ``stopping`` must not refer to the module.
         """
-        self.running = True
-        self._recorder.stopping = stopping
+        undo = self._undo = contextlib.ExitStack()
+        arguments, settings, recorder = self._arguments, self._arguments.target_settings, self._recorder
+        recorder.stopping = stopping
         device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
-        tunes = any(isinstance(run.settings, Tune) for run in self._phases.values())
-        self._ranks.join(all_ranks=all_ranks and self._arguments.compiles, synchronizes=tunes)
-        for run in self._phases.values():
-            run.device, run.precision, run.is_freed = device, precision, False
-            for kind, message, _ in findings.settings_without_effect(run, sharded=sharded):
-                if self._ranks.is_global_zero:
-                    self._warn.warn("CC204", message, about=(run.phase, kind))
-        if self._requests is not None:
-            self._requests.in_run, self._requests.failure = True, None
-            self._requests.takes_trials = self._ranks.size == 1
-        if self._arguments.compiles:
-            self._tell(findings.at_begin(background=self._requests is not None))
-            self._validation.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
-            self._recorder.executions.import_seconds += _torch.inductor.import_inductor()
-        model = model_fingerprint(self.module) if self._cache is not None or tunes else ""
-        if self._cache is not None:
-            self._cache.begin()
-            self._model_record = ModelRecord(self._cache.folder, model, read_only=not self._ranks.is_global_zero)
-            known = self._model_record.load()
-            self._switch.observed.restore(known["shapes"])
-            self._recorder.progress.restore(known["compile_seconds"])
-        self._recorder.listen()
-        self._switch.install()
-        if tunes:
-            targets, passes = self._arguments.targets or (), self._arguments.target_settings.passes
+        if (requests := settings.requests) is not None:
+            requests.in_run, requests.failure, requests.takes_trials = True, None, ranks == 1
+        record, known = None, {}
+        if arguments.compiles:
+            self._tell(findings.at_begin())
+            undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
+            recorder.executions.import_seconds += _torch.inductor.import_inductor()
+        if arguments.compiles and settings.cache_dir:
+            cache = CompileCache(settings.cache_dir, functools.partial(self._warn.warn, "CC401"))
+            cache.begin()
+            undo.callback(cache.end)
+            model = model_fingerprint(self.module)
+            record = ModelRecord(cache.folder, model, read_only=rank > 0 or not cache.active)
+            self._switch.observed.restore(record.load()["shapes"])
+            recorder.progress.restore(record.load()["compile_seconds"])
+            targets, passes = arguments.targets or (), settings.passes
             known = conditions(
-                model=model, targets=targets, passes=passes, precision=precision, device=device, ranks=self._ranks.size
+                model=model, targets=targets, passes=passes, precision=precision, device=device, ranks=ranks
             )
-            not_whole = WEIGHTS_ARE_SHARDED if sharded else None
-            for run in self._phases.values():
-                run.policy.begin(Conditions(known, self._model_record, device, not_whole))
-        self._free_unused()
+        recorder.listen()
+        undo.callback(recorder.stop)
+        self._switch.install()
+        for phase, run in self._phases.items():
+            run.precision, run.is_settled = precision, False
+            shapes = functools.partial(self._switch.observed.shares, phase)
+            not_whole, steps = WEIGHTS_ARE_SHARDED if sharded else None, arguments.baseline_steps
+            of_run = Conditions(device, not_whole, shapes, steps, rank, ranks, of_rank_zero, known, record)
+            run.contest.begin(of_run)
+        self._settle()
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
-        self.running = False
+        undo, self._undo = self._undo or contextlib.ExitStack(), None
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
-        chosen = {phase: run.chosen for phase, run in self._phases.items()}
-        actions: list[Callable[[], object]] = [
-            self._search.remove,
-            self.gpu.end,
-            self._ranks.leave,
-            self._recorder.stop,
-        ]
-        if self._helper is not None:
-            actions.append(self._helper.stop)
-        if self._requests is not None and keep_compiled:
-            actions.append(self._requests.end_run)
-        if self._cache is not None and self._cache.active:
-            actions += [self._check_cache, self._cache.end, self._save_record]
-        if keep_compiled:
-            actions.append(functools.partial(self._switch.select_by_grad_mode, chosen))
-        else:
-            actions += [self._validation.close, self._switch.remove]  # guards of compiled code check this setting
-        with contextlib.ExitStack() as remaining:  # calls each action, even if another action raises
-            for action in reversed(actions):
-                remaining.callback(action)
+        requests, contests = self._arguments.target_settings.requests, [run.contest for run in self._phases.values()]
+        with undo:  # calls each action, the last one first, even if another action raises
+            if keep_compiled:
+                variants = {phase: run.kept for phase, run in self._phases.items()}
+                undo.callback(self._switch.select_by_grad_mode, variants)
+                undo.callback(requests.end_run if requests is not None else lambda: None)
+            else:
+                undo.callback(self._switch.remove)
+            undo.callback(self._save_record)
+            undo.callback(self._search.remove)
+            undo.callback(self.gpu.end)
+            undo.callback(self._helper.stop if self._helper is not None else lambda: None)
+        for contest in contests:
+            contest.conditions = contest.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
+        if keep_compiled and self._arguments.compiles:
+            _torch.dynamo.validate_arguments(False)  # because guards of compiled code check this setting
 
     def discard(self) -> None:
         """End the run, and free the memory of compiled code."""
@@ -198,19 +179,19 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ stages and steps
 
-    def plan(self, steps: Mapping[Phase, float]) -> None:
-        """Plan for the remaining steps of each phase, which are ``math.inf`` if unknown."""
-        of_ranks = self._ranks.gather(dict(steps))
-        for phase in steps:
-            self._phases[phase].policy.plan(min(of_rank[phase] for of_rank in of_ranks))
+    def stage_begins(self, stage: Stage, remaining: Mapping[Phase, float] | None = None) -> None:
+        """Plan for the ``remaining`` steps of each phase, and begin or continue a stage.
 
-    def stage_begins(self, stage: Stage) -> None:
-        """Begin or continue a stage. A running step is not measured."""
+        A running step is not measured. A number of steps is ``math.inf`` if it is unknown.
+        """
+        for phase, steps in (remaining or {}).items():
+            self._phases[phase].is_settled &= not self._phases[phase].contest.plan(steps)
         self._search.step_ends()
-        self.stage, self._stage_is_new, self._step, self._counted = stage, True, None, None
-        if self._helper is not None and not stage.eager and stage.phase not in self._arguments.uncompiled:
-            self._helper.start(ranks=self._ranks.size)
-        variant = EAGER_VARIANT if stage.eager else self._phases[stage.phase].policy.next()[0]
+        self.stage, self._step = stage, None
+        run = self._phases[stage.phase]
+        if self._helper is not None and not stage.eager and run.settings is not None:
+            self._helper.start(ranks=run.contest.conditions.ranks)
+        variant = EAGER_VARIANT if stage.eager else run.contest.next()[0]
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
@@ -220,31 +201,29 @@ class Session:
         """
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
-        stage, counted, recorder, ran = self.stage, self._counted, self._recorder, self._recorder.executions
+        stage, step, recorder, ran = self.stage, self._step, self._recorder, self._recorder.executions
         run = self._phases[stage.phase]
         record = run.times.last
-        if counted is not None and not first and record.untimed_left and ran.compiles == counted.compiles:
+        if step and step.repeats and not first and record.untimed_left and ran.compiles == step.compiles:
             record.untimed_left -= 1
-            counted.began = clock.seconds()
-            counted.graphs_before = ran.graphs
-            self._step, recorder.step, self._search.in_step = counted, run.times.number + 1, True
+            step.began = clock.seconds()
+            step.graphs_before = ran.graphs
+            recorder.step, self._search.in_step = run.times.number + 1, True
             if self.gpu.on_gpu:
-                self.gpu.step_begins(stage.phase, counted.variant)
+                self.gpu.step_begins(stage.phase, step.variant)
             return False
-        self._counted, ran.mixed = None, False
+        self._step, ran.mixed = None, False
         if first:
             self._switch.invalidate_weights()
-        variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.policy.next()
+        variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.contest.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
-        if not run.is_freed:  # not when the last step ends, because its outputs still need their compiled code
-            self._free_unused()
-        looks_up, self._stage_is_new = first or self._stage_is_new, False
-        self._search.in_step = True
+        if not run.is_settled:  # not when the last step ends, because its outputs still need their compiled code
+            self._settle()
+        looks_up, self._search.in_step = first or stage.phase != self._search.phase, True
         if looks_up or self._search.records_methods:
             self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
             self.gpu.step_begins(stage.phase, variant)
-        self._step = None
         if stage.eager:
             return False
         self._step = step = Step(
@@ -258,7 +237,10 @@ class Session:
         recorder.step = run.times.number + 1
         if self._helper is not None:
             self._helper.poll()
-        run.begin_step(step)
+        device = run.contest.conditions.device
+        if device.type == "cuda":
+            run.memory.start(variant.name)
+        run.times.begin(step, device)
         return step.span is not None
 
     def after_backward(self) -> None:
@@ -268,7 +250,7 @@ class Session:
             self.gpu.keep_gradients()
 
     def step_ends(self, loader: str, batch: Any, accumulated: str = "") -> None:
-        """End a step, and give its time to the policy."""
+        """End a step, and give its time to the contest."""
         stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
         recorder.step, search.in_step = None, False
         if search.called:
@@ -279,7 +261,7 @@ class Session:
             return
         ran, run = recorder.executions, self._phases[stage.phase]
         kind: StepKind = "eager" if ran.graphs == step.graphs_before else "compiled"
-        if step is self._counted and kind == step.kind and ran.compiles == step.compiles:
+        if step.repeats and kind == step.kind and ran.compiles == step.compiles:
             run.times.number += 1
             run.times.last.steps += 1
             return
@@ -287,32 +269,22 @@ class Session:
         if ran.compiles != step.compiles:
             recorder.collect()
             step.compiling = True
-        if self.gpu.on_gpu:
-            self.gpu.free_cached(stage.phase, compiled=step.variant.config is not None)
+            self.gpu.free_cached()
         run.end_step(step, stage, loader, batch, accumulated)
-        waits = self._requests is not None and self._requests.active
-        if not (step.wanted or waits or step.compiling):
-            self._counted = Step(variant=step.variant, compiles=ran.compiles, kind=kind)
-
-    def stage_ends(self, phase: Phase) -> None:
-        """End a stage: synchronize decisions with other ranks, and issue warnings."""
-        self._phases[phase].policy.stage_ends()
-        self._phases[phase].is_freed = False
-        self._free_unused()
-        self.check(phase)
+        requests = self._arguments.target_settings.requests
+        self._step = None
+        if not (step.wanted or step.compiling or (requests is not None and requests.active)):
+            self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
 
     def check(self, phase: Phase) -> None:
-        """Warn once about each target that ran uncompiled in a phase, and about slow steps."""
-        run, sharded = self._phases[phase], _torch.distributed.is_sharded(self.module)
+        """At the end of a stage, warn once about each target that ran uncompiled, and about slow steps."""
         self._recorder.collect()
-        self._tell(findings.of_stage(run, self._switch, finds_targets=self._finds_targets, sharded=sharded))
+        self._tell(findings.of_stage(self._phases[phase], self._switch, finds_targets=bool(self._search.searched)))
 
     def check_run(self) -> None:
         """Warn at the end of a run about slow steps, and about targets that no step called."""
-        for run in self._phases.values():
-            self._tell(findings.slow_steps(run))
-        if self._phases["train"].times.number and not self._finds_targets:
-            self._tell(findings.never_called(self._switch))
+        runs = list(self._phases.values())
+        self._tell(findings.of_run(runs, self._switch, finds_targets=bool(self._search.searched)))
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -323,21 +295,22 @@ class Session:
         because `CompileReport.scalars` needs few of them during a stage.
         """
         self._recorder.collect()
-        for run in self._phases.values() if details else ():
-            run.times.synchronize()
-        facts = {
-            phase: PhaseFacts(
+        facts: dict[Phase, PhaseFacts] = {}
+        for phase, run in self._phases.items():
+            if details:
+                run.times.synchronize()
+            called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
+            targets = [t for t in self._switch.targets if not self._search.searched or t.name in called]
+            facts[phase] = PhaseFacts(
                 phase=phase,
-                settings=run.settings,
-                target_labels={target.name: target.label for target in self._reported_targets(phase)},
+                mode=run.mode,
+                target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,
                 timer=run.times,
                 memory=run.memory,
-                waits=self._requests is not None and self._requests.waits(phase, None),
-                trials=tuple(trial.to_dict() for trial in run.policy.reported),
+                waits=requests is not None and requests.waits(phase, None),
+                trials=tuple(trial.to_dict() for trial in run.contest.reported),
             )
-            for phase, run in self._phases.items()
-        }
         report = CompileReport(facts=facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
 
@@ -360,30 +333,26 @@ class Session:
         remedy = "The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
         self._warn.warn("CC308", f"{reason}. {remedy}")
 
-    def _free_unused(self) -> None:
-        """Free the compiled code of variants that will not run again."""
+    def _settle(self) -> None:
+        """Act on decisions: warn about settings without effect, and free compiled code that will not run again."""
         for phase, run in self._phases.items():
-            if not run.is_freed:
+            if not run.is_settled:
+                run.is_settled = True
+                if run.contest.conditions.rank == 0:
+                    self._tell(findings.without_effect(run, self._arguments.mode_arguments[phase]))
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                self._switch.free_other_variants(phase, run.policy.alive, on_trial=run.policy.chosen is None)
-                run.is_freed = True
-
-    def _record(self, phase: Phase, kind: str, reason: str) -> None:
-        names = ", ".join(target.name for target in self._switch.targets) or "the module"
-        self._recorder.record(kind, CompileKey(names, phase), reason=reason)
-
-    def _reported_targets(self, phase: Phase) -> Sequence[Target]:
-        """Return the targets for the report of a phase: named targets, or the targets that compiled steps called."""
-        called = self._switch.called_targets(phase)
-        return [target for target in self._switch.targets if not self._finds_targets or target.name in called]
-
-    def _check_cache(self) -> None:
-        self._tell(findings.unused_cache(self._recorder.events))
+                contest = run.contest
+                self._switch.free_other_variants(phase, contest.alive, on_trial=contest.chosen is None)
+                self.gpu.free_cached()
 
     def _save_record(self) -> None:
-        if self._model_record is not None:
-            for phase, varying in self._switch.observed.state().items():
-                self._model_record.update("shapes", phase, varying)
-            for phase, seconds in self._recorder.progress.state().items():
-                self._model_record.update("compile_seconds", phase, seconds)
+        if (record := self._phases["train"].contest.conditions.record) is None:
+            return
+        self._recorder.collect()
+        if not record.read_only:
+            self._tell(findings.unused_cache(self._recorder.events))
+        for phase, varying in self._switch.observed.state().items():
+            record.update("shapes", phase, varying)
+        for phase, seconds in self._recorder.progress.state().items():
+            record.update("compile_seconds", phase, seconds)

@@ -1,4 +1,4 @@
-"""`StepsOnGpu`: prepares the steps of a session for CUDA graphs, and frees the unused memory of eager steps."""
+"""`StepsOnGpu`: prepares the steps of a session for CUDA graphs, and frees unused memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class StepsOnGpu:
         self._several_devices = False
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._one_thread: torch.autograd.set_multithreading_enabled | None = None
-        self._compiled = set[Phase]()  # the phases whose last step was compiled
 
     def begin(self, device: torch.device) -> None:
         """Begin a Trainer run on a device."""
@@ -47,15 +46,10 @@ class StepsOnGpu:
             self._one_thread.__exit__(None, None, None)
             self._one_thread = None
 
-    def free_cached(self, phase: Phase, *, compiled: bool) -> None:
-        """Free unused memory after the first compiled step of a phase, or the first one after eager steps.
-
-        The blocks that the eager steps and the comparison with eager took remain in torch's allocator. Compiled steps
-        need fewer and other blocks.
-        """
-        if compiled and phase not in self._compiled:
+    def free_cached(self) -> None:
+        """Free the blocks that eager steps, compiles and comparisons left in torch's allocator: others do not fit."""
+        if self.on_gpu:
             torch.cuda.empty_cache()
-        (self._compiled.add if compiled else self._compiled.discard)(phase)
 
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of CUDA graphs, because they outlive the step that computed them.
@@ -63,24 +57,18 @@ class StepsOnGpu:
         After the first backward pass of an accumulation, ``.grad`` is in CUDA graph memory, which the next step would
         overwrite. Later backward passes add to the copy in place, so each optimizer step needs one copy.
         """
-        on_gpu = [(p, p.grad) for p in self._module.parameters() if p.grad is not None and p.grad.is_cuda]
-        new = [(p, gradient) for p, gradient in on_gpu if self._copies.get(id(p)) != gradient.data_ptr()]
-        if not new:
-            return
-        copies = [torch.empty_like(gradient) for _, gradient in new]
-        torch._foreach_copy_(copies, [gradient for _, gradient in new])
-        for (parameter, _), copy in zip(new, copies, strict=True):
-            parameter.grad = copy
-            self._copies[id(parameter)] = copy.data_ptr()
+        for parameter in self._module.parameters():
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_cuda and self._copies.get(id(parameter)) != gradient.data_ptr():
+                parameter.grad = gradient.clone()
+                self._copies[id(parameter)] = parameter.grad.data_ptr()
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
         self.step_ends()
-        if not self.on_gpu:
-            return
         # After an exception within a step, gradients may be in memory that a later graph has overwritten. If Lightning
         # moved the module off the GPU now, torch would raise another error, which would hide the exception.
-        for parameter in self._module.parameters():
+        for parameter in self._module.parameters() if self.on_gpu else ():
             try:
                 _ = parameter.grad is not None and parameter.grad.data_ptr()
             except RuntimeError as error:

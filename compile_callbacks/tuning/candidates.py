@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from compile_callbacks._utils.phases import Phase
-from compile_callbacks.config.dynamo_settings import SWITCHES
 from compile_callbacks.config.inductor_config import InductorConfig, Variant
-from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.tuning.tune import Tune
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
@@ -39,7 +39,8 @@ class Trial:
     reason: str | None = None  # the reason for the verdict, if the numbers do not show it
     blocks: list[list[float]] = field(default_factory=list)  # the step times of each block, in milliseconds
     facts: CompileFacts | None = None
-    rounds: int = 0  # of the final of a `Tune`: a block of the candidate and a block of eager
+    rounds: int = 0  # the rounds so far: a block of the candidate and a block of eager
+    lacks_steps: bool = False  # whether a longer run may decide otherwise
 
     @property
     def candidate(self) -> str:
@@ -52,9 +53,14 @@ class Trial:
         return list(itertools.chain(*self.blocks))
 
     @property
-    def median_ms(self) -> float | None:
-        """The median of the compared step times, or ``None`` without a sample."""
-        return median_ms(self.samples)
+    def ms(self) -> float:
+        """The median of the compared step times, or infinity without a sample."""
+        return statistics.median(self.samples) if self.samples else math.inf
+
+    @property
+    def autotunes(self) -> bool:
+        """Whether Inductor measures kernels when it compiles the candidate."""
+        return self.variant.config is not None and self.variant.config.mode.startswith("max-autotune")
 
     def decide(self, verdict: Verdict, reason: str | None = None) -> None:
         """Set the result."""
@@ -67,7 +73,7 @@ class Trial:
         return {
             "candidate": self.candidate,
             "verdict": self.verdict,
-            "median_ms": self.median_ms,
+            "median_ms": self.ms if samples else None,
             "p95_ms": twentieths[18] if twentieths else None,
             "samples": len(samples),
             "compile_seconds": None if self.facts is None or self.variant.config is None else self.facts.seconds,
@@ -75,65 +81,34 @@ class Trial:
         }
 
 
-def candidates_of(
-    tune: Tune,
-    phase: Phase,
-    device: torch.device,
-    *,
-    sharded: str | None,
-    shapes_vary: bool,
-    winner: str | None = None,
-) -> Iterator[Trial]:
+def candidates_of(tune: Tune, phase: Phase, device: torch.device, sharded: str | None) -> Iterator[Trial]:
     """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
-
-    ``winner`` won in an earlier run, or on another rank. If ``"auto"`` added settings of Dynamo to it, it is listed.
 
     ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
     """
-    configs = tune.configs or auto_candidates(device, phase, freezes=sharded is None, shapes_vary=shapes_vary)
     no_cudagraphs = sharded or (None if device.type == "cuda" else "the module is not on a GPU")
-    names: list[str] = []
-    for config in configs:
+    names: Counter[str] = Counter()
+    for config in tune.configs or _auto(device, frozen=phase == "infer" and sharded is None):
         name = config.describe()
-        names.append(name)
-        if (count := names.count(name)) > 1:  # two candidates may have different passes of the same class
-            name = f"{name} ({count})"
+        names[name] += 1
+        if names[name] > 1:  # two candidates may have different passes of the same class
+            name = f"{name} ({names[name]})"
         trial = Trial(Variant(config, name))
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and sharded:
             trial.decide("not tried", f"it asks for freezing, but {sharded}")
         yield trial
-        if len(names) == 1 and not tune.configs and (healing := [name for name in SWITCHES if name in (winner or "")]):
-            yield healed(trial, healing)
 
 
-def healed(trial: Trial, settings: Iterable[str]) -> Trial:
-    """Return a candidate with the same settings, and with these settings of Dynamo, which remove graph breaks."""
-    assert trial.variant.config is not None
-    config = replace(trial.variant.config, dynamo=dict.fromkeys(settings, True))
-    return Trial(Variant(config, config.describe(), healed=True))
+def _auto(device: torch.device, *, frozen: bool) -> list[InductorConfig]:
+    """Return the first candidates of ``"auto"``. Freezing has an effect only in stages that do not train."""
+    freezing = frozen or None
+    if device.type != "cuda":
+        return [InductorConfig(freezing=freezing)]
+    return [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)]
 
 
-def auto_candidates(
-    device: torch.device, phase: Phase, *, freezes: bool = True, shapes_vary: bool = False
-) -> list[InductorConfig]:
-    """Return the candidates of ``"auto"``, the cheapest to compile first.
-
-    If shapes vary, the function adds each candidate again with ``dynamic=True``. It does not add candidates with CUDA
-    graphs, which torch records for each shape anyway.
-    """
-    # Freezing only has an effect in stages that do not train (test, predict).
-    freezing = True if phase == "infer" and freezes else None
-    configs = [InductorConfig(freezing=freezing)]
-    if device.type == "cuda":
-        configs = [
-            InductorConfig(),
-            InductorConfig(mode="reduce-overhead", freezing=freezing),
-            InductorConfig(mode="max-autotune-no-cudagraphs"),
-            InductorConfig(mode="max-autotune"),
-        ]
-    if not shapes_vary:
-        return configs
-    both = ([config] if config.uses_cudagraphs else [config, replace(config, dynamic=True)] for config in configs)
-    return [config for group in both for config in group]
+def trial_of(config: InductorConfig) -> Trial:
+    """Return a candidate that ``"auto"`` adds during a run."""
+    return Trial(Variant(config, config.describe(), healed=bool(config.dynamo)))

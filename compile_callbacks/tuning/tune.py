@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from compile_callbacks._utils.errors import with_code
@@ -64,28 +64,15 @@ class Tune(Settings):
         """The candidates in order, without eager. Empty for ``"auto"``, because its candidates depend on the device."""
         return () if isinstance(self.candidates, str) else tuple(self.candidates)  # type: ignore[arg-type]
 
-    @property
-    def freezes(self) -> bool:
-        """Whether a candidate asks for freezing."""
-        return any(config.freezes for config in self.configs)
-
-    @property
-    def passes(self) -> tuple[Any, ...]:
-        """The graph passes of all candidates."""
-        return tuple(graph_pass for config in self.configs for graph_pass in config.passes)
-
     def describe(self) -> str:
-        """Return the candidates, and the arguments that differ from their defaults, in one line."""
+        """Return the candidates, and the number of steps if it is not the default, in one line."""
         names = " | ".join(config.describe() for config in self.configs) or AUTO
-        others = [f"{name}={value}" for name, value in self._set_fields().items() if name != "candidates"]
-        return AUTO if names == AUTO and not others else f"tune({', '.join([names, *others])})"
+        steps = "" if self.steps == Tune.steps else f", steps={self.steps}"
+        return AUTO if names == AUTO and not steps else f"tune({names}{steps})"
 
     def key(self) -> str:
         """Return a hash of the candidates and the other arguments, which is the same in every process."""
-        return digest(self._set_fields() | {"candidates": [config.key() for config in self.configs] or AUTO})
-
-    def _set_fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return digest([[config.key() for config in self.configs] or AUTO, self.steps])
 
 
 PhaseMode = str | InductorConfig | Tune | Mapping[str, Any] | None

@@ -17,7 +17,7 @@ from compile_callbacks import CompileError, InductorCompile, InductorConfig, Tun
 from compile_callbacks.config.inductor_config import WAITING_VARIANT
 from compile_callbacks.profiling.step_times import Step, Workload
 from compile_callbacks.tuning.candidates import CompileFacts
-from compile_callbacks.tuning.tuning import Conditions, Tuning
+from compile_callbacks.tuning.contest import Conditions, Contest
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.cases.zoo import OLDEST, PYTHON_STATE, Calls, Counting
@@ -227,34 +227,23 @@ def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
     assert trials[HEALED]["reason"].startswith("won in an earlier run;")
 
 
-def tuning(phase, device, ranks, facts=lambda variant: CompileFacts(), waits=lambda variant: None):
-    tuning = Tuning(phase, Tune("auto"), ranks, facts=facts, waits=waits, print_line=lambda line: None)
-    tuning.begin(Conditions({}, None, torch.device(device), "a reason"))
-    return tuning
-
-
 def test_the_steps_that_remain_fall_while_a_candidate_waits():
     """Most steps of a long run are not timed, and have no workload."""
-    waiting, ranks = [], SimpleNamespace(size=1, gather=lambda mine: [mine])
+    waiting = []
     waits = lambda variant: WAITING_VARIANT if variant in waiting else None  # noqa: E731
-    policy = tuning("train", "cuda", ranks, lambda variant: CompileFacts(10.0), waits)
-    policy.plan(10_000)
+    tune, facts = Tune("auto"), lambda variant: CompileFacts(10.0)
+    contest = Contest("train", tune, facts=facts, waits=waits, tell=lambda line: None)
+    contest.begin(Conditions(torch.device("cuda"), "a reason"))
+    contest.plan(10_000)
     timed = {"workload": Workload("train"), "is_sample": True}
     timed["span"] = SimpleNamespace(milliseconds=lambda: 1000.0)
-    while (variant := policy.next()[0]).name == "eager":
-        policy.done(Step(variant=variant, **timed))
+    while (variant := contest.next()[0]).name == "eager":
+        contest.done(Step(variant=variant, **timed))
     waiting.append(variant)
     for _ in range(9_960):
-        policy.done(Step(variant=policy.next()[0]))
+        contest.done(Step(variant=contest.next()[0]))
     waiting.clear()
-    while policy.next()[0] is variant:
-        policy.done(Step(variant=variant, **timed))
-    reasons = [trial.reason for trial in policy.reported if trial.verdict == "not tried"]
+    while contest.next()[0] is variant:
+        contest.done(Step(variant=variant, **timed))
+    reasons = [trial.reason for trial in contest.reported if trial.verdict == "not tried"]
     assert [reason for reason in reasons if "steps that remain could save" in reason]
-
-
-def test_a_rank_uses_the_settings_that_rank_zero_chose():
-    ranks = SimpleNamespace(size=2, gather=lambda mine: [(HEALED, True), mine])
-    policy = tuning("infer", "cpu", ranks)
-    policy.stage_ends()
-    assert policy.chosen.config == InductorConfig(dynamo=HEALING)

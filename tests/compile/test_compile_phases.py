@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -143,24 +142,6 @@ def test_properties_of_the_users_objects_are_not_read_and_what_the_user_compiled
     assert module._compiled_call_impl is not own
     restore(module)
     assert module._compiled_call_impl is own
-
-
-def test_a_decorated_function():
-    @compile_phases(train_mode=None, infer_mode=InductorConfig(fullgraph=True))
-    def double(x, *, times=1):
-        """Doubled."""
-        return x * 2 * times
-
-    assert (double.__name__, double.__doc__) == ("double", "Doubled.")
-    x = torch.randn(3, requires_grad=True)
-    for graphs, grad in enumerate((contextlib.nullcontext(), torch.no_grad())):
-        with grad:
-            torch.testing.assert_close(double(x, times=3), x * 6)
-        assert (report_of(double).train.mode, report_of(double).infer.graphs) == ("eager", graphs)
-    restore(double)
-    with pytest.raises(ValueError, match="report_of got function, which compile_phases did not compile"):
-        report_of(double)
-    torch.testing.assert_close(double(x), x * 2)
 
 
 class Encoder(Wrapper):

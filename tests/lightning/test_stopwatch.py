@@ -96,7 +96,7 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
     if on_gpu:
         monkeypatch.setattr(StepsOnGpu, "begin", lambda steps, device: setattr(steps, "on_gpu", True))
-        monkeypatch.setattr(StepsOnGpu, "free_cached", lambda *args, **kwargs: None)
+        monkeypatch.setattr(StepsOnGpu, "free_cached", lambda steps: None)
     callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
     module = Classifier()
     module.on_before_zero_grad = lambda optimizer: calls.update([torch.autograd.is_multithreading_enabled()])

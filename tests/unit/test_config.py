@@ -30,7 +30,7 @@ def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
     pass
 
 
-of_function, of_module = (functools.partial(compile_phases, callee) for callee in (torch.relu, nn.ReLU()))
+of_module = functools.partial(compile_phases, nn.ReLU())
 tune = functools.partial(Tune, candidates=["default"])
 VALUES = [
     (InductorConfig, {"mode": "max-autotun"}, "mode='max-autotun' is unknown; did you mean 'max-autotune'.*'default'"),
@@ -40,9 +40,8 @@ VALUES = [
     (InductorConfig, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5"),
     (InductorConfig, {"dynamo": {"capture_scalar_output": True}}, "did you mean 'capture_scalar_outputs'"),
     (of_module, {"targets": ["no.such"]}, "targets='no.such'"),
-    (of_function, {"targets": ["net"]}, "targets="),
-    (of_function, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
-    (of_function, {"infer_mode": {"candidates": ["default"]}}, r"infer_mode='tune\(default\)'"),
+    (of_module, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
+    (of_module, {"infer_mode": {"candidates": ["default"]}}, r"infer_mode='tune\(default\)'"),
     (InductorBackend, {"mode": None}, "mode=None compiles nothing"),
     (InductorBackend, {"mode": {"optoins": {}}}, "mode: field='optoins'"),
     (InductorBackend, {"verify": "no"}, "verify='no'"),
@@ -61,7 +60,7 @@ TYPES = [
     (InductorConfig, {"activation_memory_budget": "half"}, "activation_memory_budget='half'"),
     (InductorConfig, {"dynamo": {"allow_rnn": 1}}, r"dynamo\['allow_rnn'\]=1 must be True or False"),
     (InductorConfig, {"passes": [Scale]}, "passes.*not a graph pass"),
-    (functools.partial(compile_phases, 3), {}, "module=3"),
+    (functools.partial(compile_phases, torch.relu), {}, "module=.* must be a torch.nn.Module"),  # type: ignore[type-var]
     (Tune, {"candidates": "default"}, "candidates='default' must be a list"),
     (Tune, {"candidates": ["default", 3]}, r"candidates\[1\]=3"),
 ]
