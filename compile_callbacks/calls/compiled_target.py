@@ -68,8 +68,6 @@ class CompiledTarget:
             result = compiled(member.module, *args, **kwargs)
         except Exception:
             if not call.nothing_ran:
-                if call.recompiles_in_next_call:
-                    self.backend.free()
                 raise
             failed = True
         finally:
@@ -114,10 +112,9 @@ class CompiledTarget:
         """Act on what happened in a call."""
         log = self.log
         if call.failure is not None and not log.runs_eagerly:
-            if log.settings.on_error == "raise":
-                raise log.as_compile_error(call.failure) from call.failure
-            log.runs_eagerly = call.nothing_ran and (self._fullgraph or not self.backend.graphs)
-            log.compiler_failed(call.failure, part="" if log.runs_eagerly else "a part of ")
+            is_whole = call.nothing_ran and (self._fullgraph or not self.backend.graphs)
+            log.compiler_failed(call.failure, part="" if is_whole else "a part of ")
+            log.runs_eagerly = is_whole
         if call.compile_here is not None:
             call.compile_here()
         self.function.frames.update(dict.fromkeys(call.failed_frames))

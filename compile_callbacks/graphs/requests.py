@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from compile_callbacks import _torch
 from compile_callbacks._torch.portable_graphs import NotPortableError, PortableGraph
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.manager import with_passes
+from compile_callbacks.profiling.events import CompileKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +34,11 @@ class CompileRequest:
 
     graph: PortableGraph
     phase: Phase
-    options: Mapping[str, Any]
     passes: tuple[Any, ...]
-    activation_memory_budget: float | None
-    keeps_graph: bool = False
+    arguments: Mapping[str, Any]  # of `_torch.inductor.compile_graph`
 
     def pickled(self) -> bytes:
-        """Pickle the request.
-
-        Raises:
-            NotPortableError: If a pass or an option cannot be pickled, or is a part of the script itself.
-        """
+        """Pickle the request, or raise a `NotPortableError`."""
         try:
             data = pickle.dumps(self)
         except Exception as error:
@@ -59,14 +54,13 @@ class CompileRequest:
         """Compile the graph in this process."""
         runs: list[dict[str, Any]] = []
         saved_bytes: list[int] = []
+        options = with_passes(self.arguments["options"], self.passes, self.phase, runs.append)
         started, hits = time.perf_counter(), _torch.events.cache_hits()
         with _torch.portable_graphs.restored(self.graph) as (graph_module, inputs):
             compiled = _torch.inductor.compile_graph(
                 graph_module,
                 inputs,
-                options=with_passes(self.options, self.passes, self.phase, runs.append),
-                activation_memory_budget=self.activation_memory_budget,
-                keeps_graph=self.keeps_graph,
+                **{**self.arguments, "options": options},
                 on_backward_lowered=saved_bytes.append,
             )
             artifact, guards = _torch.portable_graphs.serialized(compiled, inputs)
@@ -81,13 +75,22 @@ class CompileRequest:
 
 
 @dataclass(eq=False)
+class WaitingGraph:
+    """A captured graph that runs eagerly until the code that another process compiles is loaded."""
+
+    key: CompileKey
+    pickled: bytes  # its `CompileRequest`
+    load: Callable[[CompileAnswer], None]  # uses the code from the next call on
+    compile_here: Callable[[str], None]  # lets the target compile in this process instead, for the given reason
+    backend: object  # of its target
+    sent_to: object = None  # the process that has got the request
+
+
+@dataclass(eq=False)
 class RequestQueue:
-    """The graphs of a session that wait for compiled code.
+    """The graphs of a session that wait for compiled code."""
 
-    After a run, this process compiles the graphs that a module still calls.
-    """
-
-    waiting: list[Any] = field(default_factory=list)  # `RequestedGraph` objects, in the order of their requests
+    waiting: list[WaitingGraph] = field(default_factory=list)  # in the order of their requests
     failure: str | None = None  # why no further graph is compiled
     takes_trials: bool = True  # whether candidates of a `Tune` are compiled; not with ranks, which measure together
     in_run: bool = True
@@ -99,12 +102,12 @@ class RequestQueue:
 
     def waits(self, phase: Phase, candidate: str | None) -> bool:
         """Return whether another process will compile a graph of a variant."""
-        waiting = [graph for graph in self.waiting if graph.key.phase == phase and graph.key.candidate == candidate]
-        return self.active and bool(waiting)
+        return self.active and any(
+            (graph.key.phase, graph.key.candidate) == (phase, candidate) for graph in self.waiting
+        )
 
     def end_run(self) -> None:
         """Let this process compile the graphs at their next call."""
         self.in_run = False
-        for graph in [*self.waiting]:
-            if graph in self.waiting:  # otherwise, another graph of its target was before it
-                graph.compile_here("the run has ended")
+        while self.waiting:
+            self.waiting[0].compile_here("the run has ended")  # cancels all graphs of the target

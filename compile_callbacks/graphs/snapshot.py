@@ -1,4 +1,4 @@
-"""Saves and restores buffers and random number generators around a forward pass, such as a call that compiles."""
+"""Saves and restores buffers and random number generators around a run that the user has not asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from torch import nn
 from compile_callbacks import _torch
 
 
-class RandomState:
-    """The current states of the random number generators of Python, NumPy and torch."""
+class Snapshot:
+    """The current buffers of a module, and the states of the random number generators of Python, NumPy and torch.
 
-    def __init__(self, values: Iterable[Any] = ()) -> None:
-        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+    A graph with frozen weights has buffers of the user's module.
+    """
+
+    def __init__(self, module: nn.Module, inputs: Iterable[Any] = ()) -> None:
+        # A forward pass may also replace a buffer by another tensor: self.count = self.count + 1.
+        places = [(part._buffers, name, value) for part in module.modules() for name, value in part._buffers.items()]
+        self._buffers = [(*place, place[2] if place[2] is None else place[2].detach().clone()) for place in places]
+        devices = {value.device for value in (*module.parameters(), *inputs) if isinstance(value, torch.Tensor)}
         if torch.cuda.is_initialized():
             devices.add(torch.device("cuda", torch.cuda.current_device()))
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
@@ -27,46 +33,29 @@ class RandomState:
         self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
 
     def drawn(self) -> bool:
-        """Return whether one of torch's generators has drawn a number since this object was created."""
+        """Return whether one of torch's generators has drawn a number since the snapshot."""
         return any(not torch.equal(*both) for both in zip(self._torch, self._torch_states(), strict=True))
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Restore all generators."""
+        """Restore everything that has changed since the snapshot."""
         torch.set_rng_state(self._torch[0])
         for device, state in zip(self._devices, self._torch[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
-
-    def _torch_states(self) -> list[torch.Tensor]:
-        others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-        return [torch.get_rng_state(), *others]
-
-
-class Snapshot:
-    """The current buffers of a module and its submodules, and the current states of the random number generators."""
-
-    def __init__(self, module: nn.Module, inputs: Iterable[Any] = ()) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        # A forward pass may also replace a buffer by another tensor: self.count = self.count + 1.
-        self._places = [
-            (submodule._buffers, name, buffer)
-            for submodule in module.modules()
-            for name, buffer in submodule._buffers.items()
-        ]
-        self.random = RandomState((*module.parameters(), *inputs))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore everything that has changed since the snapshot."""
-        self.random.restore()
-        for buffers, name, buffer in self._places:
+        for buffers, name, buffer, value in self._buffers:
             buffers[name] = buffer
-        for buffer, value in self._buffers:
             # Skip equal buffers, because any write makes weights look changed. Only dense tensors can be compared.
+            if buffer is None or value is None:
+                continue
             if buffer.layout is not torch.strided or not torch.equal(buffer, value):
                 versioned = () if buffer.is_inference() else (buffer,)
                 # An earlier eager call may have saved it.
                 with torch.inference_mode(buffer.is_inference()), _torch.autograd.preserve_versions()(versioned):
                     buffer.copy_(value)
+
+    def _torch_states(self) -> list[torch.Tensor]:
+        others = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        return [torch.get_rng_state(), *others]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import CompileError, WarnOnce, with_code
-from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line, root_cause
+from compile_callbacks._utils.messages import check_choice, describe_failure, in_one_line
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 
-_DAMAGE = (pickle.UnpicklingError, EOFError, ImportError, SyntaxError)
-"""The errors that a damaged file in a cache folder causes."""
+CODE_RAISED = "its compiled code raised an error that eager does not"
 
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
@@ -45,12 +41,9 @@ class TargetSettings:
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
-    requests: RequestQueue | None = None  # the graphs that another process compiles
+    requests: RequestQueue = field(default_factory=lambda: RequestQueue(in_run=False))  # another process compiles them
 
     def __post_init__(self) -> None:
-        if isinstance(self.verify, bool):
-            choice = "'warn' compares each new graph" if self.verify else "'off' compares nothing"
-            raise ValueError(with_code("CC201", f"verify={self.verify} is not one of the choices: verify={choice}"))
         check_choice("on_error", self.on_error, get_args(OnError))
         check_choice("verify", self.verify, get_args(Verify))
 
@@ -77,44 +70,25 @@ class TargetLog:
         return call
 
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed", part: str = "") -> None:
-        """Record that the target, or a part of it, runs eagerly."""
-        reason, (target, phase) = describe(error), self.key[:2]
-        self.recorder.record("fallback", self.key, reason=reason)
-        message = (
-            f"{part}target {target!r} runs eagerly in the {phase} phase, because {what}: {in_one_line(reason)} "
-            f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead){self._hint(error)}"
-        )
-        self.warn_later("CC301", message)
-
-    def compiled_code_failed(self, error: Exception, part: str = "") -> None:
-        """Record that the target, or a part of it, runs eagerly, because its compiled code raised an error."""
+        """Record that the target, or a part of it, runs eagerly. With ``on_error="raise"``, raise an error instead."""
+        target, phase = self.key[:2]
+        reason = str(find_pass_error(error) or describe_failure(error))
         if self.settings.on_error == "raise":
-            raise self.as_compile_error(error) from error
-        self.compiler_failed(error, what="its compiled code raised an error that eager does not", part=part)
+            message = f"compiling target {target!r} for the {phase} phase failed: {reason}"
+            raise CompileError(with_code("CC301", message)) from error
+        details = f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead)"
+        self._record("CC301", None, reason, f"{what}: {in_one_line(reason)} {details}", part)
 
     def run_target_eagerly(self, code: str, reason: str) -> CompileError:
         """Run the target eagerly from the next call on. Return an error that ends a running trace."""
         self.runs_eagerly = True
-        self.recorder.record("fallback", self.key, reason=reason, code=code)
-        target, phase = self.key[:2]
-        self.warn_later(code, f"target {target!r} runs eagerly in the {phase} phase, because {reason}")
+        self._record(code, code, reason, reason)
         return CompileError(reason)
 
-    def as_compile_error(self, error: BaseException) -> CompileError:
-        """Return the error that ``on_error="raise"`` raises instead of the compiler's error."""
+    def _record(self, code: str, event_code: str | None, reason: str, message: str, part: str = "") -> None:
         target, phase = self.key[:2]
-        message = f"compiling target {target!r} for the {phase} phase failed: {describe(error)}{self._hint(error)}"
-        return CompileError(with_code("CC301", message))
-
-    def _hint(self, error: BaseException) -> str:
-        folder, cause = self.settings.cache_dir, root_cause(error)
-        # Only after a process ran, because torch's function creates the folder, and raises if it cannot.
-        if isinstance(cause, subprocess.CalledProcessError) and " " in (used := str(_torch.inductor.cache_folder())):
-            return f". {used!r} contains a space, and torch does not quote it for the compiler: set TMPDIR"
-        # An error of dlopen has no number.
-        may_be_damage = isinstance(cause, _DAMAGE) or (isinstance(cause, OSError) and cause.errno is None)
-        may_be_damage &= folder is not None
-        return f". If files in cache_dir={str(folder)!r} are damaged, delete the folder" if may_be_damage else ""
+        self.recorder.record("fallback", self.key, reason=reason, code=event_code)
+        self.warn_later(code, f"{part}target {target!r} runs eagerly in the {phase} phase, because {message}")
 
     def warn_later(self, code: str, message: str, *, about: Hashable = None) -> None:
         """Warn when the call ends, because Dynamo would treat a warning that raises as a failure of the backend."""
@@ -126,9 +100,3 @@ class TargetLog:
         while self.warnings and not self.settings.on_trial:
             code, message, about = self.warnings.pop(0)
             self.warn.warn(code, message, about=about)
-
-
-def describe(error: BaseException) -> str:
-    """Return the reason for a failure of the compiler: the root cause, or the graph pass that failed."""
-    of_pass = find_pass_error(error)
-    return describe_failure(error) if of_pass is None else str(of_pass)

@@ -21,7 +21,7 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
 from compile_callbacks.graphs.accuracy import GRADIENT, Comparison, Tensors, not_compared
 from compile_callbacks.graphs.snapshot import Snapshot
-from compile_callbacks.graphs.target_log import TargetLog
+from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
 
 _REACTIONS = {
     ("warn", "differs"): ("nothing", ""),
@@ -63,7 +63,7 @@ class Verification:
         if isinstance(comparison, Comparison):
             return self._react_to(comparison)
         self.log.runs_eagerly = True
-        self.log.compiled_code_failed(comparison)
+        self.log.compiler_failed(comparison, what=CODE_RAISED)
         return False
 
     def _react_to(self, comparison: Comparison) -> bool:
@@ -108,7 +108,7 @@ class Verification:
             expected = runs.run(self.eager.forward)
             # Two sets of gradients may not fit into the memory of a GPU.
             expected |= {name: value.cpu() for name, value in expected.items() if name.startswith(GRADIENT)}
-            drew = before.random.drawn()
+            drew = before.drawn()
             if drew and not self.options.get("fallback_random", _torch.inductor.settings().fallback_random):
                 named = any("dropout" in f"{node.target} {node.kwargs}" for node in self.eager.graph.nodes)
                 return not_compared("dropout" if named else "random numbers")

@@ -36,7 +36,6 @@ class CallInProgress:
     failure: BaseException | None = None  # of a compiler that failed on a frame
     nothing_ran = False  # whether the failure came before any of the target's code ran
     failed_frames: tuple[Any, ...] = ()  # the code of later frames on which the compiler failed, and which ran eagerly
-    recompiles_in_next_call = False  # whether the compile and the eager run of its graph both ran out of memory
     compile_here: Callable[[], None] | None = None  # lets the target compile in this process instead of another one
     constant_draws: tuple[str, ...] = ()  # the functions in which torch drew random numbers only while it traced them
 

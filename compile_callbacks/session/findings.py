@@ -52,7 +52,9 @@ def without_effect(run: PhaseRun, mode_argument: str) -> Iterator[Finding]:
     config, (device, sharded, *_) = run.chosen.config, run.contest.conditions
     if config is None or run.chosen.name is not None:  # nobody asked for a candidate of "auto"
         return
-    mode = f"{mode_argument}={config.describe()!r}"
+    mode, key = f"{mode_argument}={config.describe()!r}", CompileKey("the module", run.phase)
+    if (reason := config.template_falls_back(device)) is not None:
+        yield Finding("CC204", f"{mode_argument}: {reason}", (run.phase, "template"), ("template", key, reason))
     if run.phase == "infer" and config.freezes and sharded:
         message = f"{mode} asks for freezing, which has no effect: {sharded}"
         yield Finding("CC204", message, "freezing")
@@ -62,7 +64,6 @@ def without_effect(run: PhaseRun, mode_argument: str) -> Iterator[Finding]:
             "without them"
         )
         reason = f"{config.describe()!r} asks for CUDA graphs, which have no effect on a {device.type.upper()}"
-        key = CompileKey("the module", run.phase)
         yield Finding("CC204", message, (run.phase, "CUDA graphs"), ("cudagraph_skip", key, reason))
 
 

@@ -55,10 +55,11 @@ class Session:
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module, self._warn = module, WarnOnce()
-        requests = RequestQueue() if arguments.background and arguments.compiles else None
+        in_background = arguments.background and arguments.compiles
+        requests = RequestQueue(in_run=in_background)
         settings = replace(arguments.target_settings, requests=requests)
         self._arguments = arguments = replace(arguments, target_settings=settings)
-        self._helper = None if requests is None else Helper(requests, self._helper_failed)
+        self._helper = Helper(requests, self._helper_failed) if in_background else None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(progress=CompileProgress(print_line), mode_arguments=arguments.mode_arguments)
         self._switch = PhaseSwitch(
@@ -70,7 +71,12 @@ class Session:
         )
         self._phases = {
             phase: PhaseRun(
-                phase, config, module=module, recorder=self._recorder, requests=requests, print_line=print_line
+                phase,
+                config,
+                module=module,
+                recorder=self._recorder,
+                requests=requests if in_background else None,
+                print_line=print_line,
             )
             for phase, config in arguments.configs.items()
         }
@@ -121,7 +127,8 @@ class Session:
         recorder.stopping = stopping
         device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
         self.gpu.begin(device)
-        if (requests := settings.requests) is not None:
+        if self._helper is not None:
+            requests = settings.requests
             requests.in_run, requests.failure, requests.takes_trials = True, None, ranks == 1
         record, known = None, {}
         if arguments.compiles:
@@ -160,7 +167,7 @@ class Session:
             if keep_compiled:
                 variants = {phase: run.kept for phase, run in self._phases.items()}
                 undo.callback(self._switch.select_by_grad_mode, variants)
-                undo.callback(requests.end_run if requests is not None else lambda: None)
+                undo.callback(requests.end_run)
             else:
                 undo.callback(self._switch.remove)
             undo.callback(self._save_record)
@@ -273,7 +280,7 @@ class Session:
         run.end_step(step, stage, loader, batch, accumulated)
         requests = self._arguments.target_settings.requests
         self._step = None
-        if not (step.wanted or step.compiling or (requests is not None and requests.active)):
+        if not (step.wanted or step.compiling or requests.active):
             self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
 
     def check(self, phase: Phase) -> None:
@@ -308,7 +315,7 @@ class Session:
                 recorder=self._recorder,
                 timer=run.times,
                 memory=run.memory,
-                waits=requests is not None and requests.waits(phase, None),
+                waits=requests.waits(phase, None),
                 trials=tuple(trial.to_dict() for trial in run.contest.reported),
             )
         report = CompileReport(facts=facts)

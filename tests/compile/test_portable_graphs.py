@@ -22,8 +22,8 @@ pytestmark = pytest.mark.all_versions
 def sent(graph_module, inputs, **settings):
     """The request as the other process gets it."""
     graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
-    settings = {"phase": "train", "options": {}, "passes": (), "activation_memory_budget": None, **settings}
-    return pickle.loads(CompileRequest(graph=graph, **settings).pickled())
+    settings = {"passes": (), "arguments": {"options": {}}, **settings}
+    return pickle.loads(CompileRequest(graph=graph, phase="train", **settings).pickled())
 
 
 class Backend:

@@ -406,7 +406,7 @@ def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it(tmp
 
     def backend(graph_module, inputs):
         graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
-        request = CompileRequest(graph=graph, phase="train", options={}, passes=(), activation_memory_budget=None)
+        request = CompileRequest(graph=graph, phase="train", passes=(), arguments={"options": {}})
         requests.append(request.pickled())
         return graph_module.forward
 
