@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,13 +33,9 @@ def check_cache_dir(folder: Any) -> Path | None:
     if folder is None:
         return None
     check_type("cache_dir", folder, (str, os.PathLike), "the path of a folder")
-    name = os.fspath(folder)
-    if not name:
+    path = Path(folder).expanduser().absolute()
+    if not os.fspath(folder) or path.is_file():
         raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
-    path = Path(name).expanduser().absolute()
-    with contextlib.suppress(OSError):  # `begin` warns about a path that this user may not read
-        if path.exists() and not path.is_dir():
-            raise ValueError(with_code("CC401", f"cache_dir={folder!r} must be a folder, but is a file"))
     return path
 
 
@@ -51,16 +44,11 @@ class CompileCache:
     """Points ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder, from `begin` to `end`.
 
     torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
-    user may have write access. If the folder cannot be used, the run continues without it. If it can only be read,
-    torch uses a copy of it, which is deleted at the end.
+    user may have write access. If the folder cannot be used, the run continues without it.
     """
 
     folder: Path
     warn: Callable[[str], object]
-    used: Path = Path()  # what torch uses: the folder, a link to it, or a copy
-
-    def __post_init__(self) -> None:
-        self._temporary = contextlib.ExitStack()
 
     @property
     def active(self) -> bool:
@@ -72,12 +60,14 @@ class CompileCache:
         if self.active:
             return
         try:
-            _make_private(self.folder)
+            if not re.fullmatch(_SAFE, str(self.folder)):
+                raise OSError("torch passes paths to the C++ compiler without quotes, so use letters, digits and ._/-")
+            _make_private(self.folder.resolve())
             for name in _FOLDERS.values():
-                _make_private(self.folder / name, follow_links=False)
-            self.used = self._usable()
+                _make_private(self.folder / name)
+                with tempfile.TemporaryFile(dir=self.folder / name) as file:
+                    file.write(b"0")
         except OSError as error:
-            self._temporary.close()
             self.warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
             return
         if not _active:
@@ -85,46 +75,28 @@ class CompileCache:
         _active.append(self)
         _set_environment()
 
-    def _usable(self) -> Path:
-        """Return the folder, or a folder that replaces it."""
-        try:
-            for name in _FOLDERS.values():
-                with tempfile.TemporaryFile(dir=self.folder / name) as file:
-                    file.write(b"0")
-        except OSError as error:
-            copy = Path(self._temporary.enter_context(tempfile.TemporaryDirectory()), "cache")
-            shutil.copytree(self.folder, copy)
-            self.warn(f"cache_dir={str(self.folder)!r} cannot be written, so only its present code is used: {error}")
-            return copy
-        if re.fullmatch(_SAFE, str(self.folder)):
-            return self.folder
-        link = Path(self._temporary.enter_context(tempfile.TemporaryDirectory()), "cache")
-        link.symlink_to(self.folder)
-        return link
-
     def end(self) -> None:
         """Stop using the folder, and restore the environment variables. Safe to call twice."""
         if self.active:
             _active.remove(self)
             _set_environment()
-            self._temporary.close()
 
 
 def _set_environment() -> None:
     for variable, name in _FOLDERS.items():
-        value = str(_active[-1].used / name) if _active else _environment_before.pop(variable)
+        value = str(_active[-1].folder / name) if _active else _environment_before.pop(variable)
         if value is None:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = value
 
 
-def _make_private(folder: Path, *, follow_links: bool = True) -> None:
+def _make_private(folder: Path) -> None:
     """Create a folder if it is missing, and refuse a folder that another user could write compiled code to."""
     if not hasattr(os, "geteuid"):
         raise PermissionError("this platform does not report the owner of a file, so cached code is not safe to run")
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
-    status = folder.stat() if follow_links else folder.lstat()
+    status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is a symbolic link or a file, not a folder")
     if status.st_uid not in (os.geteuid(), 0):
@@ -141,37 +113,31 @@ _SECTIONS = ("winners", "shapes", "compile_seconds")
 _MAX_ENTRIES = 50  # in each section, so that a new batch size in each run does not fill the file
 
 
+@dataclass(eq=False)
 class ModelRecord:
-    """One JSON file with three sections.
+    """One JSON file for a model, with a section for each kind of fact, each with at most `_MAX_ENTRIES` values.
 
     - ``"winners"``: for each set of conditions, the winner of a `Tune`.
     - ``"shapes"``: for each phase and target, the input dimensions that vary.
     - ``"compile_seconds"``: for each phase and target, the time of the longest compile.
 
-    If the file is missing, damaged or of another version, the record starts empty. If the file cannot be written, the
-    record is lost and the run continues. Each write replaces the whole file, which only its owner can read.
+    A file that is missing, damaged or of another version counts as empty. If the file cannot be written, the run
+    continues.
     """
 
-    def __init__(self, cache_dir: Path, fingerprint: str, *, read_only: bool = False) -> None:
-        self.path = cache_dir / f"model-{fingerprint}.json"
-        self.read_only = read_only
+    path: Path
+    read_only: bool = False
 
     def load(self) -> dict[str, Any]:
         """Read the version and the sections of the file, without values of the wrong type."""
         data = read_json(self.path)
-        record: dict[str, Any] = {"version": VERSION}
         known = data if isinstance(data, dict) and data.get("version") == VERSION else {}
-        for section in _SECTIONS:
-            entries = known.get(section)
-            pairs = entries.items() if isinstance(entries, dict) else ()
-            record[section] = {key: value for key, value in pairs if isinstance(value, dict)}
-        return record
+        sections = {name: section if isinstance(section := known.get(name), dict) else {} for name in _SECTIONS}
+        values = {name: {key: v for key, v in each.items() if isinstance(v, dict)} for name, each in sections.items()}
+        return {"version": VERSION, **values}
 
     def update(self, section: str, key: str, value: Any) -> str | None:
-        """Write one value if it is new, and delete the oldest values of the section if there are too many.
-
-        Return the reason why the value could not be written, or ``None``.
-        """
+        """Write one value if it is new. Return the reason why it could not be written, or ``None``."""
         if self.read_only:
             return None
         record = self.load()
@@ -188,32 +154,21 @@ class ModelRecord:
         return None
 
 
-_LIBRARIES = ("builtins", "abc", "typing", "torch", "lightning", "lightning_fabric", "pytorch_lightning")
-
-
 def model_fingerprint(module: nn.Module) -> str:
-    """Return a hash of a module: its structure, the shapes and dtypes of its weights, and the source of its classes.
+    """Return a hash of a module's structure, and of the names, shapes and dtypes of its weights.
 
-    The hash is the same in every process, and does not cover functions that the methods call. It omits what has no
-    description, such as the shape of a lazy weight, and calls no code of the user except ``extra_repr``.
+    The hash is the same in every process. It omits what has no description, such as the shape of a lazy weight.
     """
-    structure = re.sub(" at 0x[0-9a-f]+", "", _or_none(repr, module) or "")
-    weights = [
-        (name, _or_none(lambda weight: str(tuple(weight.shape)), weight), str(weight.dtype))
-        for name, weight in (*module.named_parameters(), *module.named_buffers())
-    ]
-    classes = {base for submodule in module.modules() for base in type(submodule).__mro__}
-    users_classes = [base for base in classes if str(base.__module__).partition(".")[0] not in _LIBRARIES]
-    sources = sorted((base.__qualname__, _or_none(inspect.getsource, base) or "") for base in users_classes)
-    return digest([structure, weights, sources])
 
+    def known(describe: Callable[[Any], Any], value: object) -> str:
+        try:
+            return re.sub(" at 0x[0-9a-f]+", "", str(describe(value)))
+        except Exception:
+            return ""
 
-def _or_none(describe: Callable[[Any], str], value: object) -> str | None:
-    """Return the text, or ``None`` on an error."""
-    try:
-        return describe(value)
-    except Exception:
-        return None
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    weights = [(name, known(lambda x: tuple(x.shape), tensor), str(tensor.dtype)) for name, tensor in tensors]
+    return digest([known(repr, module), weights])
 
 
 def conditions(

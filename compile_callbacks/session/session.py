@@ -140,7 +140,8 @@ class Session:
             cache.begin()
             undo.callback(cache.end)
             model = model_fingerprint(self.module)
-            record = ModelRecord(cache.folder, model, read_only=rank > 0 or not cache.active)
+            path = cache.folder / f"model-{model}.json"
+            record = ModelRecord(path, read_only=rank > 0 or not cache.active)
             self._switch.observed.restore(record.load()["shapes"])
             recorder.progress.restore(record.load()["compile_seconds"])
             targets, passes = arguments.targets or (), settings.passes
