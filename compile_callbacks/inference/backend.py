@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.device import as_device
+from compile_callbacks._utils.device import as_device, device_of
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.graphs.target_log import OnError, TargetSettings, Verify
-from compile_callbacks.inference import saved_state
-from compile_callbacks.inference.saved_state import Sample, SampleLike, as_samples
 from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
@@ -40,7 +38,13 @@ TRANSITIONS: Mapping[State, Mapping[str, State]] = {
 }
 """The calls that each state allows, and the state after each call. A call that fails does not change the state."""
 
-_is_training = operator.attrgetter("training")
+FORMAT = {"format": "compile_callbacks.InductorBackend", "version": 1}
+"""Identifies saved data. Increase the version with each change that an older version would misread."""
+
+SampleLike = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
+"""The arguments of one call: one tensor, positional arguments, or keyword arguments."""
+
+_Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class InductorBackend:
@@ -67,7 +71,6 @@ class InductorBackend:
 
     Raises:
         ValueError: If a choice is unknown, or the mode compiles nothing.
-        TypeError: If a value has the wrong type.
 
     Example::
 
@@ -86,8 +89,7 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
-        self._modules: list[nn.Module] = []  # the module and its submodules
-        self._samples: list[Sample] = []
+        self._samples: list[_Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
         self._report = uncompiled_report({"train": None, "infer": self.config})
@@ -104,10 +106,6 @@ class InductorBackend:
         module = "no module" if self._module is None else type(self._module).__qualname__
         return f"<InductorBackend: {module}, {self.config.describe()}, {self.device or 'no device'}, {self.state}>"
 
-    def __reduce__(self) -> NoReturn:
-        text = "an InductorBackend cannot be copied or pickled; to_dict() and from_dict() save and load it"
-        raise TypeError(with_code("CC607", text))
-
     def build(
         self,
         module: nn.Module,
@@ -121,62 +119,53 @@ class InductorBackend:
         under autocast, call this method under the same autocast: otherwise, the first such call compiles again.
 
         Args:
-            module: The module, with its weights on one device. The method moves the module to ``device`` and puts it
-                into evaluation mode.
-            samples: One sample or a list of samples. A sample contains the inputs of one call: a tensor, a tuple of
-                positional arguments, or a mapping of keyword arguments. Its tensors have the shapes, dtypes and
-                layouts that `infer` will get, on any device. Pass the arguments of `infer` in the same way, by
-                position or by name. The backend keeps copies of the samples in CPU memory.
+            module: The module. The method moves it to ``device`` and puts it into evaluation mode.
+            samples: One sample or a list of samples. A sample contains the inputs of one call, as `infer` will get
+                them, by position or by name: a tensor, a tuple of positional arguments, or a mapping of keyword
+                arguments. Its tensors have the shapes, dtypes and layouts that `infer` will get, on any device. The
+                backend keeps copies in CPU memory.
             device: The device to run on. If ``None``, the module's device.
 
         Returns:
             The active backend itself.
 
         Raises:
-            TypeError: If a value has the wrong type. The message names the sample.
-            ValueError: If there is no sample, the device cannot be used, the module is already compiled, or its
-                weights are on several devices.
+            TypeError: If a value has the wrong type.
+            ValueError: If there is no sample, the device cannot be used, or the module is already compiled.
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
         self._after("build")
-        copies = as_samples(samples)
+        copies = _as_samples(samples)
         self._compile("build", module, copies, device)
         self._samples = copies
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled module, without gradients and in evaluation mode.
+        """Call the compiled module, without gradients and in evaluation mode, and return its result.
 
         Inputs that no graph fits, such as inputs with shapes that no sample has, run eagerly. With ``fullgraph``, they
         are compiled.
 
         Args:
             args: Positional arguments. The method moves their tensors to the device, also in lists, tuples and dicts.
-            kwargs: Keyword arguments. The method moves their tensors, too.
-
-        Returns:
-            The module's result.
+            kwargs: Keyword arguments, with the same moves.
 
         Raises:
-            CompileError: If the compiler fails and ``on_error="raise"``, or if results differ from eager and
-                ``verify="raise"``.
+            CompileError: For the reasons that `build` lists.
         """
-        if self._session is None:
+        if self._session is None or self._module is None:
             self._after("infer")
-        return _call(self._modules, self.device, args, kwargs)
+        return _call(self._module, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
 
         The module moves back to its former device, gets its former training flags, and runs uncompiled. CUDA graphs of
         one device share a memory pool, which torch frees with the last CUDA graph on the device.
-
-        Raises:
-            Exception: If the module cannot be moved. The backend is inactive and the module uncompiled nevertheless.
         """
         after = self._after("deactivate")
         self._report = self.report
-        self._session, self._modules, self.state = None, [], after
+        self._session, self.state = None, after
         self._finalizer.detach()
         try:
             self._undo.close()
@@ -187,24 +176,15 @@ class InductorBackend:
     def activate(self) -> None:
         """Compile the module again, as `build` does. torch's cache on disk makes this fast.
 
-        An inactive backend compiles for its former device, and a loaded backend for the module's device.
-
-        Raises:
-            ValueError: If the device cannot be used, or the module is already compiled.
-            CompileError: For the reasons that `build` lists.
+        An inactive backend compiles for its former device, and a loaded backend for the module's device. The method
+        raises the errors of `build`.
         """
         self._compile("activate", self._module, self._samples, self.device)
 
     def deploy(self, device: str | torch.device | None = None) -> None:
         """Compile a loaded backend permanently, and delete its samples. A deployed backend only allows `infer`.
 
-        Args:
-            device: The device to run on. If ``None``, the module's device.
-
-        Raises:
-            TypeError: If the device has the wrong type.
-            ValueError: For the reasons that `activate` lists.
-            CompileError: For the reasons that `build` lists.
+        The backend runs on ``device``, or on the module's device. The method raises the errors of `build`.
         """
         self._compile("deploy", self._module, self._samples, device)
         self._samples = []
@@ -212,16 +192,16 @@ class InductorBackend:
     def to_dict(self) -> dict[str, Any]:
         """Return the config and the weights as data for ``torch.save`` and ``torch.load(weights_only=True)``.
 
-        The data are plain containers, plain values and CPU tensors. If the module is on the CPU, the tensors share its
-        memory. The data contain neither compiled code nor a class nor samples, so `from_dict` needs a module and
-        samples.
-
-        Raises:
-            ValueError: If an option value cannot be saved. The message names it.
+        The data are plain containers, plain values and CPU tensors, which share the memory of a module on the CPU. They
+        contain neither compiled code nor a class nor samples, so `from_dict` needs a module and samples. An option that
+        cannot be saved raises a ``ValueError``.
         """
         self._after("to_dict")
         assert self._module is not None
-        return {**saved_state.state_of(self._module), "config": self.config.to_dict()}
+        weights = self._module.state_dict()  # its attribute has the versions of the modules, which torch.save keeps
+        for name, value in weights.items():
+            weights[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
+        return {**FORMAT, "state_dict": weights, "config": self.config.to_dict()}
 
     @classmethod
     def from_dict(
@@ -248,16 +228,21 @@ class InductorBackend:
 
         Raises:
             TypeError: If the module or a sample has the wrong type.
-            ValueError: If the data have another format or version, or their weights do not fit the module. The module
-                is then unchanged. Also if there is no sample, the module is already compiled, or its weights are on
-                several devices or have no values.
+            ValueError: If the data have another format or version, or their weights do not fit the module, which torch
+                may then have changed in part. Also if `build` would refuse the module or the samples.
         """
         _check_module(module)
-        saved_state.check_state(state, module)
+        is_ours = isinstance(state, Mapping) and FORMAT.items() <= state.items()
+        if not is_ours or not {"config", "state_dict"} <= state.keys():
+            text = f"state must be data that InductorBackend.to_dict() of this version returned, with {FORMAT}"
+            raise ValueError(with_code("CC607", text))
         config = InductorConfig.from_dict(state["config"], passes=passes)
         backend = cls(config, verify=verify, on_error=on_error)
-        backend._samples = as_samples(samples)
-        module.load_state_dict(state["state_dict"])
+        backend._samples = _as_samples(samples)
+        try:
+            module.load_state_dict(state["state_dict"])
+        except RuntimeError as error:
+            raise ValueError(with_code("CC607", f"state['state_dict'] does not fit module: {error}")) from error
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend
 
@@ -270,11 +255,12 @@ class InductorBackend:
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
-    def _compile(self, call: str, module: Any, samples: Sequence[Sample], device: str | torch.device | None) -> None:
+    def _compile(self, call: str, module: Any, samples: Sequence[_Sample], device: str | torch.device | None) -> None:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
         after = self._after(call)
-        home, modules = _check_module(module), list(module.modules())
-        target = as_device((home or "cpu") if device is None else device)
+        _check_module(module)
+        home = device_of(module)
+        target = home if device is None else as_device(device)
         arguments = CompileArguments(
             configs={"train": None, "infer": self.config},
             target_settings=self._settings,
@@ -282,39 +268,35 @@ class InductorBackend:
         )
         session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
         with contextlib.ExitStack() as undo:
-            undo.callback(_restore, modules, list(map(_is_training, modules)), home)
+            for part in module.modules():
+                undo.callback(setattr, part, "training", part.training)
+            undo.callback(module.to, home)
             undo.callback(session.discard)
             module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
-            before = Snapshot(module)
             session.compile_new_inputs(after=1)
+            before = Snapshot(module)
             try:
                 for sample in samples:
-                    args, kwargs = saved_state.on_device(sample, target)
-                    _call(modules, target, args, kwargs)
+                    _call(module, target, *copy.deepcopy(sample))
             finally:
                 before.restore()
             session.compile_new_inputs(after=math.inf)
             session.check("infer")
             self._undo = undo.pop_all()
-        self._module, self._modules, self.device, self._session, self.state = module, modules, target, session, after
+        self._module, self.device, self._session, self.state = module, target, session, after
         self._finalizer = weakref.finalize(self, session.discard)
         self._finalizer.atexit = False
 
 
-def _call(modules: list[nn.Module], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module, the first of ``modules``, with tensors that the compiled graphs accept."""
-    if True in map(_is_training, modules):  # faster than any(...), because each call checks this
-        modules[0].eval()
+def _call(module: Any, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, with tensors that the compiled graphs accept."""
+    if module.training:
+        module.eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return _call(modules, device, args, kwargs)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         converted = [_accepted(value, device) for value in args]
-        if kwargs:
-            kwargs = {name: _accepted(value, device) for name, value in kwargs.items()}
-        return modules[0](*converted, **kwargs)
+        return module(*converted, **{name: _accepted(value, device) for name, value in kwargs.items()})
 
 
 def _accepted(value: Any, device: torch.device | None) -> Any:
@@ -328,28 +310,29 @@ def _accepted(value: Any, device: torch.device | None) -> Any:
     return value.detach() if value.requires_grad else value
 
 
-def _restore(modules: list[nn.Module], training: list[bool], device: torch.device | None) -> None:
-    """Move a module, the first of ``modules``, to a device, and set its training flags."""
-    if device is not None:
-        modules[0].to(device)
-    for submodule, flag in zip(modules, training, strict=True):
-        submodule.training = flag
+def _as_samples(samples: object) -> list[_Sample]:
+    """Check one sample or a list of samples, and copy their tensors to the CPU, so that a call cannot change them."""
+    copies: list[_Sample] = []
+    for sample in samples if isinstance(samples, list) else [samples]:
+        expected = "a tensor, a tuple of positional arguments or a mapping of keyword arguments"
+        check_type("sample", sample, (torch.Tensor, tuple, Mapping), expected)
+        args = sample if isinstance(sample, tuple) else () if isinstance(sample, Mapping) else (sample,)
+        arguments = args, dict(sample) if isinstance(sample, Mapping) else {}
+        with torch.inference_mode(False):  # torch compiles another graph for inference tensors
+            copies.append(tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), arguments))
+    if not copies:
+        raise ValueError(with_code("CC609", "samples is empty; compiling a module needs at least one sample"))
+    return copies
 
 
-def _check_module(module: nn.Module) -> torch.device | None:
-    """Check that a backend can compile a module, and return the device of its weights, if it has weights."""
+def _check_module(module: nn.Module) -> None:
+    """Check that a backend can compile a module."""
     check_type("module", module, nn.Module, "a torch.nn.Module")
     if _torch.dynamo.is_dynamo_wrapper(module):
         raise ValueError(with_code("CC608", "module is the result of torch.compile; pass the original module"))
     check_not_sharded(module)
     if compiled := compiled_target_names(module):
         text = (
-            f"this library already compiled module, at {', '.join(map(repr, compiled))}; undo that first: deactivate() "
-            "if an InductorBackend compiled it, or restore()"
+            f"this library already compiled module, at {', '.join(map(repr, compiled))}; undo that first: deactivate()"
         )
         raise ValueError(with_code("CC608", text))
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        text = f"module has weights on {', '.join(sorted(map(str, devices)))}; load and move them to one device first"
-        raise ValueError(with_code("CC608", text))
-    return next(iter(devices), None)
