@@ -1,39 +1,96 @@
-"""`load_exported`: checks and loads a package that `export` wrote. Also runs the smoke test of a new package."""
+"""`load_exported`: loads a package that `export` wrote, and checks the inputs of each call."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type, describe_failure, in_one_line
-from compile_callbacks.exporting.call_check import CallSpec
-
-Format = Literal["aoti", "export"]
-"""The content of a ``.pt2`` file: compiled code, or the program of ``torch.export``."""
 
 METADATA_KEY = "compile_callbacks"
 """The key of the library's entry in a package's metadata."""
 
-_AOTI_FOLDER = "data/aotinductor/model/"
-_METADATA_FILES: Mapping[Format, str] = {"aoti": "wrapper_metadata.json", "export": f"extra/{METADATA_KEY}"}
+_METADATA_FILE = "wrapper_metadata.json"
 
 
 class ExportError(RuntimeError):
     """Raised if a module cannot be exported or a package cannot be loaded. The message contains the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The inputs of a package.
+
+    Each call checks its inputs, because AOTInductor's code does not: for another shape, dtype or memory layout, it
+    returns wrong numbers or crashes the process.
+    """
+
+    positional: Sequence[str]  # the names of the parameters that the exported call passed by position
+    texts: Mapping[str, str]  # such as {"x['mask']": "float32 (batch, 1, 8, 8) on cpu", "scale": "2.0"}, in order
+    batches: Sequence[str]  # the names of the tensors whose dimension 0 may have any size
+
+    @classmethod
+    def of(cls, positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], batch: int | None) -> Inputs:
+        """Describe a call. A tensor whose dimension 0 has the size ``batch`` is a batch of any size."""
+        leaves = cls(positional=positional, texts={}, batches=()).leaves(args, kwargs)
+        batches = [name for name, value in leaves.items() if is_batch(value, batch)]
+        texts = {name: _describe(value, has_batch=name in batches) for name, value in leaves.items()}
+        return cls(positional=positional, texts=texts, batches=batches)
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Check the inputs of a call, and return its tensors in the order and layout of the package."""
+        leaves = self.leaves(args, kwargs)
+        for name in sorted(leaves.keys() ^ self.texts.keys()):
+            raise TypeError(self._mismatch(f"input {name!r} {'was not exported' if name in leaves else 'is missing'}"))
+        for name, expected in self.texts.items():
+            if _describe(leaves[name], has_batch=name in self.batches) != expected:
+                raise ValueError(self._mismatch(f"input {name!r} is {_describe(leaves[name])}"))
+        sizes = {name: leaves[name].shape[0] for name in self.batches}
+        if len({*sizes.values()}) > 1:
+            raise ValueError(self._mismatch(f"the inputs have different batch sizes, {sizes}"))
+        return [leaves[name].contiguous() for name in self.texts if isinstance(leaves[name], torch.Tensor)]
+
+    def __str__(self) -> str:
+        """Describe the inputs in one line: ``images: float32 (batch, 1, 8, 8) on cpu, scale: 2.0``."""
+        return ", ".join(f"{name}: {text}" for name, text in self.texts.items())
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors and constants of a call by name."""
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        if len(given) < len(args) + len(kwargs):
+            raise TypeError(self._mismatch(f"the call has {len(args)} inputs by position"))
+        leaves = {}
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):  # the usual case does not need to flatten a tree
+                leaves[name] = value
+            else:
+                leaves |= {name + keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
+        return leaves
+
+    def _mismatch(self, problem: str) -> str:
+        return with_code("CC605", f"{problem}; the package takes {self}")
+
+
+def is_batch(value: Any, size: int | None) -> bool:
+    """Return whether a value is a tensor whose dimension 0 is the batch of this size."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == size
+
+
+def _describe(value: Any, *, has_batch: bool = False) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    sizes = ["batch", *value.shape[1:]] if has_batch and value.dim() > 0 else value.shape
+    return f"{str(value.dtype).removeprefix('torch.')} ({', '.join(map(str, sizes))}) on {value.device.type}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
@@ -42,21 +99,15 @@ class ExportedModule:
 
     Attributes:
         path: The path of the file.
-        format: The content of the file, ``"aoti"`` or ``"export"``.
         device: The type of the device that the package runs on.
-        spec: The description of the inputs.
+        inputs: The description of the inputs.
         run: The function that torch loaded. It does not check its inputs.
     """
 
     path: Path
-    format: Format
     device: str
-    spec: CallSpec
-    run: Callable[..., Any]
-
-    @property
-    def __signature__(self) -> Signature:
-        return self.spec.signature
+    inputs: Inputs
+    run: Callable[[list[torch.Tensor]], Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the package.
@@ -65,16 +116,10 @@ class ExportedModule:
             TypeError: If there are too few or too many inputs.
             ValueError: If an input has another dtype, shape, device or constant value than the example.
         """
-        bound = self.spec.bind(args, kwargs)
-        tensors = self.spec.tensors(bound)
-        if self.format == "aoti":
-            return self.run(tensors)
-        with torch.no_grad():
-            return self.run(*bound.args, **bound.kwargs)
+        return self.run(self.inputs.tensors(args, kwargs))
 
     def __repr__(self) -> str:
-        path = str(self.path)
-        return f"ExportedModule({path!r}, format={self.format!r}, device={self.device!r}, inputs=({self.spec}))"
+        return f"ExportedModule({str(self.path)!r}, device={self.device!r}, inputs=({self.inputs}))"
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
@@ -84,7 +129,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     package contains code: do not load a package that you do not trust.
 
     Args:
-        path: The path of a ``.pt2`` file of either format.
+        path: The path of the ``.pt2`` file.
 
     Returns:
         A callable that takes the arguments of the module's ``forward``, by position or by name. Each call checks the
@@ -99,76 +144,29 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"path={str(path)!r} does not exist")
-    content, metadata, spec = read_package(path)
-    device = str(metadata.get("device", "cpu"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device != "cpu" and (accelerator is None or accelerator.type != device):
-        raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
-    try:
-        run = _torch.inductor.load_package(str(path)) if content == "aoti" else torch.export.load(path).module()
-    except Exception as error:
-        reason, written_by = in_one_line(describe_failure(error)), metadata.get("torch")
-        if written_by != torch.__version__:
-            reason += f"; torch {written_by} wrote it, and this is torch {torch.__version__}"
-        if "map segment" in reason:
-            reason += f"; files in {tempfile.gettempdir()!r} must be executable, or set TMPDIR to another folder"
-        raise _not_loaded(f"{path} cannot be loaded: {reason}") from error
-    return ExportedModule(path=path, format=content, device=device, spec=spec, run=run)
-
-
-def read_package(path: Path) -> tuple[Format, dict[str, Any], CallSpec]:
-    """Return the format, the metadata and the inputs of a package. Any other file raises an `ExportError`."""
     try:
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"{damaged.rpartition('/')[2]} does not match its checksum")
-            names = archive.namelist()
-            content: Format = "aoti" if any(_AOTI_FOLDER in name for name in names) else "export"
-            ours = (name for name in names if name.endswith(_METADATA_FILES[content]))
-            data = archive.read(next(ours, "metadata of this library"))
-        metadata = json.loads(json.loads(data)[METADATA_KEY] if content == "aoti" else data)
-        return content, metadata, CallSpec.from_json(metadata["inputs"])
+            files = (name for name in archive.namelist() if name.endswith(_METADATA_FILE))
+            metadata = json.loads(json.loads(archive.read(next(files, _METADATA_FILE)))[METADATA_KEY])
+        inputs, device = Inputs(**metadata["inputs"]), str(metadata["device"])
+        known = {*inputs.positional, *inputs.texts, *inputs.batches, *inputs.texts.values()}
+        if not all(isinstance(text, str) for text in known) or not {*inputs.batches} <= {*inputs.texts}:
+            raise TypeError("the description of the inputs has another format")
     except Exception as error:  # a damaged file raises errors of many types
-        text = (
-            f"{path} is damaged, or was not written by compile_callbacks.export of this version: "
-            f"{in_one_line(describe_failure(error))}"
-        )
-        raise _not_loaded(text) from error
+        text = f"{path} is damaged, or was not written by compile_callbacks.export of this version"
+        raise _not_loaded(f"{text}: {in_one_line(describe_failure(error))}") from error
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device != "cpu" and (accelerator is None or accelerator.type != device):
+        raise _not_loaded(f"{path} was exported for a device of type {device}, which is not available here")
+    try:
+        run = _torch.inductor.load_package(str(path))
+    except Exception as error:
+        versions = f"torch {metadata.get('torch')} wrote it, and this is torch {torch.__version__}"
+        raise _not_loaded(f"{path} cannot be loaded: {in_one_line(describe_failure(error))}; {versions}") from error
+    return ExportedModule(path=path, device=device, inputs=inputs, run=run)
 
 
 def _not_loaded(reason: str) -> ExportError:
     return ExportError(with_code("CC603", reason))
-
-
-_TIMEOUT_SECONDS = 300
-_CRASHES = {-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)}
-
-
-def load_after_smoke_test(
-    path: Path, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
-) -> ExportedModule:
-    """Load a new package. A package for a GPU runs once in another process first, as a smoke test.
-
-    The smoke test takes seconds, because the process imports torch. Packages for a GPU crash more often, because
-    AOTInductor generates more C++ code to launch kernels, and after a crash, a process cannot use the GPU any more.
-    Any other error is raised with more details when this process loads the package.
-    """
-    if device.type == "cpu":
-        return load_exported(path)
-    *_, spec = read_package(path)
-    with tempfile.TemporaryDirectory() as folder:
-        tensors = Path(folder, "inputs.pt")
-        torch.save(spec.tensors(spec.bind(args, kwargs)), tensors)
-        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.inductor.RUN_PACKAGE, str(path), str(tensors)]
-        try:
-            subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
-        except OSError:  # Python cannot start a process if it is embedded in another program
-            pass
-        except subprocess.TimeoutExpired:
-            text = f"the package did not end within {_TIMEOUT_SECONDS} s"
-            raise ExportError(with_code("CC601", text)) from None
-        except subprocess.CalledProcessError as error:
-            if error.returncode in _CRASHES:
-                text = f"the package crashed: {in_one_line(describe_failure(error))}"
-                raise ExportError(with_code("CC601", text)) from None
-    return load_exported(path)
