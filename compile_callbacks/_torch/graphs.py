@@ -161,7 +161,8 @@ class GraphFacts(NamedTuple):
     written: frozenset[int]  # the positions of the inputs that the graph writes
     dtypes: frozenset[torch.dtype]  # of the inputs and of all values that the graph computes
     has_subclasses: bool  # whether an input or output is a tensor subclass
-    value_bytes: Sequence[int]  # the sizes of all values
+    peak_bytes: int  # the largest size of the values that exist at one time, if no backward pass needs them
+    value_bytes: Sequence[int]  # the sizes of all values, which a backward pass may need
     output_bytes: int
 
 
@@ -173,9 +174,10 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     """
     from torch._subclasses import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    written, dtypes, sizes = set[int](), set[torch.dtype](), list[int]()
+    written, dtypes, sizes, live_bytes = set[int](), set[torch.dtype](), list[int](), [0]
 
     class Examination(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -183,11 +185,14 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             written.update(map(storage_of, tensors_in(_written_arguments(func, args, kwargs or {}))))
             outputs = func(*args, **(kwargs or {}))
+            dtypes.update(tensor.dtype for tensor in tensors_in(outputs))
+            for address in [address for address, (storage, _) in values.items() if storage.expired()]:
+                del values[address]
             for tensor in tensors_in(outputs):
-                dtypes.add(tensor.dtype)
                 if storage_of(tensor) not in values:
-                    values[storage_of(tensor)] = tensor
                     sizes.append(bytes_of(tensor))
+                    values[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), sizes[-1]
+            live_bytes.append(sum(size for _, size in values.values()))
             return outputs
 
     def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -203,7 +208,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value for value in inputs]
-    values = {storage_of(fake): fake for fake in tensors_in(fakes)}  # alive, so that no address is used twice
+    values = {storage_of(fake): (StorageWeakRef(fake.untyped_storage()), 0) for fake in tensors_in(fakes)}
     try:
         with mode, Examination():  # type: ignore[no-untyped-call]
             outputs = graph_module.forward(*fakes)
@@ -213,7 +218,8 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     positions = frozenset(i for i, fake in tensors.items() if storage_of(fake) in written)
     has_subclasses = any(type(tensor) is not FakeTensor for tensor in tensors_in((fakes, outputs)))
     dtypes.update(fake.dtype for fake in tensors.values())
-    return GraphFacts(positions, frozenset(dtypes), has_subclasses, sizes, sum(map(bytes_of, tensors_in(outputs))))
+    output_bytes = sum(map(bytes_of, tensors_in(outputs)))
+    return GraphFacts(positions, frozenset(dtypes), has_subclasses, max(live_bytes), sizes, output_bytes)
 
 
 def _written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

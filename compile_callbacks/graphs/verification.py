@@ -151,10 +151,10 @@ class _Runs:
 
     def check_memory(self, device: torch.device, factor: int = 1) -> None:
         """Raise an error if a run may need more than the free memory, because the user's process would run out."""
-        facts, needed = self.facts, sum(self.facts.value_bytes)
+        facts, needed = self.facts, self.facts.peak_bytes
         if self.with_gradients:  # an upper bound, because eager execution does not save all values
             # Outputs have copies and random gradients. A backward operator may need two more values.
-            needed += 2 * max(facts.value_bytes, default=0) + 3 * facts.output_bytes
+            needed = sum(facts.value_bytes) + 2 * max(facts.value_bytes, default=0) + 3 * facts.output_bytes
             needed += sum(x.nbytes for x in self.inputs if isinstance(x, torch.Tensor) and x.requires_grad)
         needed += 2 * sum(self.inputs[position].nbytes for position in facts.written)
         mib, free = (factor * needed + accuracy.COMPARISON_BYTES) / 2**20, free_memory(device)
