@@ -16,15 +16,6 @@ def is_sharded(module: torch.nn.Module) -> bool:
     return any(getattr(submodule, "_is_fsdp_managed_module", False) for submodule in module.modules())
 
 
-def has_flat_weights(module: torch.nn.Module) -> bool:
-    """Return whether FSDP1 flattened weights without ``use_orig_params=True``, which Dynamo does not support."""
-    return any(
-        submodule._is_fsdp_managed_module and not submodule._fsdp_use_orig_params
-        for submodule in module.modules()
-        if hasattr(submodule, "_fsdp_use_orig_params")
-    )
-
-
 def is_fsdp_unit(module: torch.nn.Module, *names: str) -> bool:
     """Return whether FSDP gathers the weights of a module for a call, with one of these classes."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # no module is sharded unless this is imported

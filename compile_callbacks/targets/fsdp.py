@@ -23,11 +23,6 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     """
     if not _torch.distributed.is_sharded(root) or not any(configs.values()):
         return None
-    if _torch.distributed.has_flat_weights(root):
-        return (
-            "torch.compile does not support FSDP1 with use_orig_params=False: use FSDPStrategy's default, which is "
-            "True, or shard with FSDP2 (ModelParallelStrategy)"
-        )
     for phase, config in configs.items():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
