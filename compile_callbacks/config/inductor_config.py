@@ -212,10 +212,11 @@ def _as_options(options: Any) -> dict[str, Any]:
     """Check Inductor options against the installed torch. Return them in Inductor's spelling (``"max_autotune"``)."""
     check_type("options", options, Mapping, "a mapping of option names to values")
     checked: dict[str, Any] = {}
+    names = sorted(_torch.inductor.option_names(), key=str.swapcase) if options else []  # private names last
+    hint = " torch._inductor.list_options() lists all options."
     for given, value in options.items():
         name = str(given).replace("-", "_")
-        hint = " torch._inductor.list_options() lists all options."
-        check_choice("options key", name, sorted(_torch.inductor.option_names()), hint)
+        check_choice("options key", name, names, hint)
         expected = _torch.inductor.settings().get_type(name)
         if name in HOOK_OPTIONS.values():
             if value is not None and not callable(value):  # torch accepts a string here, but then compiles nothing
