@@ -157,10 +157,7 @@ class Contest:
             self.end_baseline()
             return True
         trial, block, self._block = self.turns[0], self._block, []
-        usual = self._usual
-        if usual is None:  # the workload to compare, without shapes if it has less than half of the steps
-            usual, count = Counter(step.workload for step in block if step.workload).most_common(1)[0]
-            usual = usual if 2 * count >= len(block) else usual._replace(shapes=())
+        usual = self._usual or _usual([step.workload for step in block if step.workload])
         samples = [(s.workload, s.span) for s in block if s.is_sample and s.workload and s.span]
         compared = [span for workload, span in samples if usual in (workload, workload._replace(shapes=()))]
         ms = [span.milliseconds() for span in compared]  # synchronizes the GPU
@@ -285,3 +282,11 @@ class Contest:
             return False
         self._choose(self.trials[name], f"won in an earlier run; delete {record.path} to measure again")
         return True
+
+
+def _usual(workloads: list[Workload]) -> Workload:
+    """Return the workload to compare: the most frequent one, without shapes if it has less than half of the steps."""
+    usual, count = Counter(workloads).most_common(1)[0]
+    if 2 * count < len(workloads):
+        usual, _ = Counter(workload._replace(shapes=()) for workload in workloads).most_common(1)[0]
+    return usual
