@@ -6,18 +6,13 @@ import ast
 import contextlib
 import functools
 import re
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from compile_callbacks import CompileError, InductorCompile, InductorConfig, Tune
-from compile_callbacks.config.inductor_config import WAITING_VARIANT
-from compile_callbacks.profiling.step_times import Step, Workload
-from compile_callbacks.tuning.candidates import CompileFacts
-from compile_callbacks.tuning.contest import Conditions, Contest
+from compile_callbacks import CompileError, InductorCompile, InductorConfig
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.cases.zoo import OLDEST, PYTHON_STATE, Calls, Counting
@@ -69,10 +64,6 @@ CASES = [
     case("a number times a truth value", net(zoo.Scaled, True), 24, {"baseline_steps": 3}, row=3 * OLDEST,
          expect={"train.fallbacks": int(OLDEST), "train.graphs": 2, "train.recompiles": 1,
                  "train.diagnostics.eager_calls": {"net": 7}}),
-    # torch skips the code that raised in a trace: without a graph break, the whole target
-    case("a batch raises", lambda: zoo.Skipping(breaks=False), 60, codes=("CC101",),
-         expect={"train.graphs": 0, "train.graph_breaks": 1, "train.diagnostics.eager_calls": {"net": 60}}),
-    case("a batch raises behind a break", lambda: zoo.Skipping(breaks=True), 60, expect={"train.graph_breaks": 1}),
     case("Dynamo fails behind a break", COUNTS_AND_BREAKS, codes=("CC301",), inside=dynamo_fails("torch_dynamo_resume"),
          expect=FAILED | {"train.graphs": 3, "train.graph_breaks": 1, "train.recompiles": 1}),
     case("Dynamo fails", COUNTS_AND_BREAKS, 12, {"infer_mode": "default"}, codes=("CC301",), validation=(4, 4),
@@ -85,13 +76,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_graph_breaks_and_exceptions(case):
     assert check(case).report.train.fallbacks == case.expect.get("train.fallbacks", 0)
 
 
-NAMED_IN_LIMITS = ["full deque", "lru_cache", "numpy.normal", *["default argument"] * OLDEST]
 # By kind and number of eager steps. torch draws only while it traces; torch 2.11 mostly outside of the graph.
 DRAWN_ONCE = {("global Random", 3)} if OLDEST else {
     ("random.sample", 0), ("random.sample", 3), ("sample of Random", 3), ("seeds", 0), ("seeds", 3), ("draws once", 0),
@@ -103,17 +92,12 @@ def state_case(kind, **callback):
     return case(kind, functools.partial(zoo.DrawsBetween, kind), 14, callback, inside=few_recompiles, row=3)
 
 
-KINDS = [(kind, 3) for kind in PYTHON_STATE] + [(kind, 0) for kind in ("random.sample", "seeds", "draws once")]
+KINDS = [(kind, 3) for kind in [*PYTHON_STATE][1:]] + [(kind, 0) for kind in ("random.sample", "seeds", "draws once")]
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("kind", "baseline_steps"), KINDS)
-def test_python_state_is_as_in_eager_or_limits_name_it(kind, baseline_steps):
+def test_python_state_is_as_in_eager(kind, baseline_steps):
     kind_case = state_case(kind, baseline_steps=baseline_steps, verify="warn")
-    if kind in NAMED_IN_LIMITS:
-        with pytest.raises(AssertionError, match="not close"):
-            check(kind_case)
-        return
     events = check(kind_case).report.train.diagnostics.events
     codes = [event["code"] for event in events if event["kind"] == "fallback"]
     assert codes == ["CC306"] * ((kind, baseline_steps) in DRAWN_ONCE)
@@ -225,25 +209,3 @@ def test_auto_keeps_a_faster_setting_for_later_runs(monkeypatch, tmp_path):
     train, trials = auto(20, cache_dir=tmp_path)
     assert (train.mode, train.graph_breaks) == (HEALED, 0)
     assert trials[HEALED]["reason"].startswith("won in an earlier run;")
-
-
-def test_the_steps_that_remain_fall_while_a_candidate_waits():
-    """Most steps of a long run are not timed, and have no workload."""
-    waiting = []
-    waits = lambda variant: WAITING_VARIANT if variant in waiting else None  # noqa: E731
-    tune, facts = Tune("auto"), lambda variant: CompileFacts(10.0)
-    contest = Contest("train", tune, facts=facts, waits=waits, tell=lambda line: None)
-    contest.begin(Conditions(torch.device("cuda"), "a reason"))
-    contest.plan(10_000)
-    timed = {"workload": Workload("train"), "is_sample": True}
-    timed["span"] = SimpleNamespace(milliseconds=lambda: 1000.0)
-    while (variant := contest.next()[0]).name == "eager":
-        contest.done(Step(variant=variant, **timed))
-    waiting.append(variant)
-    for _ in range(9_960):
-        contest.done(Step(variant=contest.next()[0]))
-    waiting.clear()
-    while contest.next()[0] is variant:
-        contest.done(Step(variant=variant, **timed))
-    reasons = [trial.reason for trial in contest.reported if trial.verdict == "not tried"]
-    assert [reason for reason in reasons if "steps that remain could save" in reason]

@@ -301,50 +301,7 @@ class Scaled(Wrapper):
         return x * (1 + 1 / (2 + self.calls)) if self.calls < 24 else x * 2
 
 
-class BatchError(Exception):
-    """What only the user's code raises."""
-
-
-class Skipping(Classifier):
-    """Skips the batches for which its network raises, between two layers or behind a graph break."""
-
-    def __init__(self, breaks: bool) -> None:
-        net = nn.Sequential(mlp(), nn.Linear(CLASSES, CLASSES))
-        net.register_buffer("calls", torch.zeros(()))
-        super().__init__(Calls(net, self.run))
-        self.skipped, self.bad, self.breaks = 0, False, breaks
-
-    def run(self, net, x):
-        net.calls.add_(1)
-        hidden = net[0](x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-        if self.bad:
-            raise BatchError("a bad batch")
-        return net[1](hidden)
-
-    def training_step(self, batch, batch_idx):
-        self.bad = batch_idx in (0, 20, 30)
-        try:
-            return super().training_step(batch, batch_idx)
-        except BatchError:
-            self.skipped += 1
-            return None
-
-
 RANDOM = random.Random(7)
-_cached = functools.lru_cache(lambda: [0])  # returns a list, which the calls change
-
-
-def _default(calls=[]):  # noqa: B006
-    calls.append(1)
-    return len(calls)
-
-
-def _lru_cache(net):
-    value = _cached()
-    value[0] += 1
-    return 1 + 0.01 * value[0]
 
 
 def _full_deque(net):  # its sum stops growing with its length
@@ -366,13 +323,10 @@ def _draws_once(net):
 
 PYTHON_STATE = {
     "full deque": _full_deque,
-    "default argument": lambda net: 1 + 0.01 * _default(),
-    "lru_cache": _lru_cache,
     "random.sample": lambda net: 1 + 0.1 * random.sample(range(10), 1)[0],
     "sample of Random": lambda net: 1 + 0.1 * net.random.sample(range(10), 1)[0],
     # torch 2.11 replays no draw, and breaks the graph only if Python computes with the number
     "global Random": lambda net: RANDOM.uniform(0.5, 1.5),
-    "numpy.normal": lambda net: torch.from_numpy(np.random.normal(size=(CLASSES,)).astype("float32")),
     "numpy's generator": lambda net: 1 + 0.1 * net.numpy_generator.random(),
     "torch's generator": lambda net: 1 + 0.1 * torch.rand((), generator=net.torch_generator),
     "seeds": _seeds,
@@ -389,8 +343,6 @@ class PythonState(nn.Module):
         self.calls, self.deque, self.drawn = 0, collections.deque(maxlen=3), None
         self.random, self.numpy_generator = random.Random(7), np.random.default_rng(7)
         self.torch_generator = torch.Generator().manual_seed(7)
-        _default.__defaults__[0].clear()  # type: ignore[index]
-        _cached.cache_clear()
         RANDOM.seed(7)
 
     def forward(self, x):
@@ -399,7 +351,7 @@ class PythonState(nn.Module):
     def state(self) -> str:
         of_torch = self.torch_generator.get_state().tolist()
         own = self.random.getstate(), self.numpy_generator.bit_generator.state, of_torch
-        return str((self.deque, _default.__defaults__, _cached(), RANDOM.getstate(), *own))
+        return str((self.deque, RANDOM.getstate(), *own))
 
 
 class DrawsBetween(Classifier):
@@ -493,18 +445,6 @@ def call_in_all_ways(m, x):
 
 CALLED = dict.fromkeys(("net", "inside", "own", "split", "before"), Parts)
 called = logits(call_in_all_ways, **CALLED, outer=Wrapper, scale=nn.Softplus, metric=WithParameters)
-
-
-def compiled_by_user():
-    """Calls its network in a function that the user compiled, and counts the compiles."""
-
-    def backend(graph, inputs):
-        module.compiles.append(len(inputs))
-        return graph
-
-    module = CallsInTraining(mlp(), torch.compile(lambda net, x: net(x) * 2, backend=backend))
-    module.compiles = []
-    return module
 
 
 def twice(method):
@@ -602,25 +542,6 @@ def marked_blocks():
     return nn.Sequential(*(Marked(nn.Linear(FEATURES, FEATURES)) for _ in range(3)), nn.Linear(FEATURES, CLASSES))
 
 
-class Unsearchable(nn.Linear):
-    """Overrides a method of modules without an argument that newer versions of torch have."""
-
-    def named_buffers(self, prefix="", recurse=True):
-        return super().named_buffers(prefix, recurse)
-
-
-class CallsInHooks(Logits):
-    """Calls children in the backward pass and between steps."""
-
-    def logits(self, x):
-        out = self.net(x)
-        out.register_hook(self.in_backward)
-        return self.in_step(out)
-
-    def on_train_batch_end(self, *args):
-        self.in_hook(torch.zeros(1, CLASSES))
-
-
 def adapt(m, x):
     """Train a shallow copy of a network with another head, as meta-learning does."""
     fast, head = copy.copy(m.net), copy.deepcopy(m.net[3])
@@ -628,13 +549,6 @@ def adapt(m, x):
         head.weight.mul_(2)
     fast._modules = {**m.net._modules, "3": head}
     return fast(x)
-
-
-def under_two_names():
-    """A module under two names, and one with a name that is also a value that `targets` refuses."""
-    module = Logits(lambda m, x: m.repeated(m.same(x)), repeated=linear(CLASSES))
-    module.same = module.net
-    return module
 
 
 # ------------------------------------------------------------------------------------------ captures
