@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compile_callbacks import _torch
-from compile_callbacks._torch.portable_graphs import NotPortableError
 from compile_callbacks.graphs.requests import CompileRequest
 
 pytestmark = pytest.mark.all_versions
@@ -162,31 +161,6 @@ def test_an_input_that_shares_memory_may_be_read_but_not_written():
     x = torch.randn(4, 4)
     assert reasons_of(lambda x, y: x.sin() + y[0, 0], x, x[1:]) == []
     assert reasons_of(written_view, x, x[1:]) == ["it writes an input that shares memory with another input"]
-
-
-@torch._dynamo.allow_in_graph
-def of_script(x):
-    return x.sin()
-
-
-def test_code_of_the_script_itself_does_not_travel(monkeypatch):
-    monkeypatch.setattr(of_script, "__module__", "__main__")
-    import __main__
-
-    monkeypatch.setattr(__main__, "of_script", of_script, raising=False)
-    (reason,) = reasons_of(lambda x: of_script(x) + 1, torch.randn(3))
-    assert "__main__" in reason
-
-
-def test_a_constant_does_not_travel():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["example_value"] = torch.ones(3)
-    graph.output((graph.call_function(torch.add, (x, graph.get_attr("constant"))),))
-    holder = nn.Module()
-    holder.register_buffer("constant", torch.ones(3))
-    with pytest.raises(NotPortableError, match="constant"):
-        _torch.portable_graphs.portable_graph(torch.fx.GraphModule(holder, graph), [torch.ones(3)])
 
 
 def test_views_and_sizes_in_the_graph_travel():

@@ -14,7 +14,6 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
@@ -300,13 +299,6 @@ class Noise(Wrapper):
         return self.net(x + torch.randn_like(x))
 
 
-def test_the_advice_about_random_numbers_names_the_argument_of_a_backend():
-    backend = InductorBackend().build(Noise(), inputs())
-    backend.deactivate()
-    assert backend.report.infer.verified == "not compared 1 (random numbers)"
-    assert ': mode={"options": {"fallback_random": True}} makes it comparable' in str(backend.report)
-
-
 def test_comparing_draws_no_random_numbers(compiled):
     """The numbers after a run are the same as after a run with `torch.compile`."""
     after = []
@@ -318,15 +310,6 @@ def test_comparing_draws_no_random_numbers(compiled):
         train_step(module, inputs())
         after.append(torch.get_rng_state())
     assert torch.equal(*after)
-
-
-def test_only_outputs_of_tensor_subclasses_are_compared(compiled):
-    module = plain()
-    weight = module[0].weight.detach()
-    module[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
-    compiled(module)(inputs()).sum().backward()
-    assert verified(module) == "outputs only 1"
-    assert report_of(module).train.fallbacks == 0
 
 
 class ReturnsJagged(Wrapper):

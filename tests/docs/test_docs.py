@@ -7,15 +7,12 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo.config
-import yaml
 from lightning.pytorch import LightningDataModule
 
 from compile_callbacks import InductorCompile, PhaseReport, cli
@@ -78,19 +75,6 @@ def test_the_page_of_the_report_describes_each_figure_and_scalar():
     assert "| `eager_step_ms` | `eager step ms` | Median time" in "\n".join(lines)
 
 
-@pytest.mark.parametrize(("link", "fails"), [("#page", False), ("#nowhere", True), ("missing.md", True)])
-def test_make_docs_fails_on_a_link_that_leads_nowhere(link, fails, tmp_path):
-    pytest.importorskip("mkdocs")
-    recipe = re.search(r"^docs:.*\n\t\S+ \$\(BIN\)/mkdocs (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    settings = re.search(r"^validation:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    (tmp_path / "mkdocs.yml").write_text(f"site_name: site\ntheme: mkdocs\n{settings[0]}")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text(f"# Page\n\n[link]({link})\n")
-    command = [sys.executable, "-m", "mkdocs", *shlex.split(recipe[1])]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert bool(result.returncode) == fails, result.stderr
-
-
 def anchors(path):
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
@@ -131,12 +115,6 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
         now = torch._dynamo.config.get_config_copy()
         torch._dynamo.config.load_config({name: value for name, value in dynamo.items() if now[name] != value})
         torch._dynamo.reset()
-
-
-def test_yaml_in_the_docs_is_yaml():
-    found = [block["code"] for page in PAGES for block in blocks(page, "yaml")]
-    assert found
-    assert all(yaml.safe_load(code) for code in found)
 
 
 def commands():

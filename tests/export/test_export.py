@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -313,34 +311,3 @@ def test_a_package_for_another_device_or_torch_is_refused(packages, tmp_path, mo
     monkeypatch.setattr("compile_callbacks._torch.inductor.load_package", lambda path: 1 / 0)
     with pytest.raises(ExportError, match=rf"ZeroDivisionError.*torch {torch.__version__} wrote it, and this is torch"):
         load_exported(packages.net)
-
-
-CRASHES = b'extern "C" void abort(); __attribute__((constructor)) static void end_the_loading_process() { abort(); }'
-
-
-@pytest.mark.slow
-def test_a_package_that_crashes_ends_only_the_smoke_test_and_leaves_no_file(packages, tmp_path, monkeypatch):
-    """The smoke test runs packages for devices other than a CPU, such as "meta"."""
-    compiler = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "crashes.so"]
-    subprocess.run(compiler, input=CRASHES, check=True)
-
-    def crashing(name, data):
-        if name.endswith(".so"):
-            return (tmp_path / "crashes.so").read_bytes()
-        # This process refuses packages for "meta", so that only the smoke test can crash.
-        return data.replace(b"on cpu", b"on meta").replace(rb"\"cpu\"", rb"\"meta\"")
-
-    def compiles(program, *, package_path, inductor_configs):
-        changed(packages.net, package_path, crashing)
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiles)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    for name in ("torch", "numpy", "typing_extensions"):
-        (tmp_path / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
-    monkeypatch.chdir(tmp_path)
-    kwargs = {"scale": torch.ones(1, 1, device="meta")}
-    with pytest.raises(ExportError, match=r"the package failed in a smoke test: python\S* was ended by SIGABRT"):
-        export(trained().to("meta"), (images(1).to("meta"),), tmp_path / "folder" / "net.pt2", kwargs=kwargs)
-    assert list((tmp_path / "folder").iterdir()) == []
-    assert list(tmp_path.glob("*.ran")) == []  # modules planted in the current folder are not imported

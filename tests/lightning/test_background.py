@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from compile_callbacks import CompileWarning, GraphPass, InductorCompile, _torch
 from compile_callbacks.background import IS_HELPER
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.callbacks.from_environment import callbacks_from_environment
-from compile_callbacks.graphs.requests import CompileRequest, RequestQueue
+from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes import RecordGraphs
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.tuning import rule
@@ -353,27 +352,6 @@ def test_the_number_of_a_process_that_has_ended_is_not_signaled(monkeypatch):
     helper.stop()
 
 
-def test_a_helper_process_that_cannot_start_leaves_no_open_file(monkeypatch):
-    files, make = [], tempfile.TemporaryFile
-    monkeypatch.setattr(SUBPROCESS, subprocess)
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: files.append(make()) or files[-1])
-    monkeypatch.setattr(sys, "executable", sys.executable + "-is-missing")
-    helper_of().start(ranks=1)
-    assert [file.closed for file in files] == [True]
-
-
-@pytest.mark.parametrize(("threads", "processors", "compilers"), [(3, 64, 3), (32, 4, 2), (8, 1, 1)])
-def test_the_helper_process_takes_no_more_than_the_user_and_the_machine_allow(
-    monkeypatch, threads, processors, compilers
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
-    popen = lambda command, env, **_: pytest.fail(env["TORCHINDUCTOR_COMPILE_THREADS"])  # noqa: E731
-    monkeypatch.setattr(f"{SUBPROCESS}.Popen", popen)
-    settings = torch._inductor.config.patch(compile_threads=threads)
-    with settings, pytest.raises(pytest.fail.Exception, match=f"^{compilers}$"):
-        helper_of().start(ranks=1)
-
-
 def answers_of(*requests):
     """Give each request to a helper process of its own, and return the answers, and the reasons to compile here."""
     found, ends, key = [], time.monotonic() + SECONDS, CompileKey("net", "train")
@@ -398,20 +376,6 @@ def test_the_users_files_do_not_end_the_helper_process(tmp_path, monkeypatch):
     Path("queue.py").write_text("raise ValueError")
     monkeypatch.setattr(SUBPROCESS, subprocess)
     assert answers_of(pickle.dumps(Exits())) == ["SystemExit: usage: --lr"]
-
-
-def test_of_two_helper_processes_one_compiles_a_graph_and_the_other_loads_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    requests = []
-
-    def backend(graph_module, inputs):
-        graph = _torch.portable_graphs.portable_graph(graph_module, inputs)
-        request = CompileRequest(graph=graph, phase="train", passes=(), arguments={"options": {}})
-        requests.append(request.pickled())
-        return graph_module.forward
-
-    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, requires_grad=True))
-    assert sorted(answer.cached for answer in answers_of(*requests * 2)) == [False, True]
 
 
 _KILLED = """

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
@@ -150,14 +148,3 @@ def test_a_module_that_stays_compiled_compiles_after_an_exception():
         module.net(torch.randn(4, FEATURES))
     assert (callback.report.infer.verified, callback.report.infer.fallbacks) == ("equal 1", 0)
     torch._dynamo.reset()
-
-
-def test_copies_of_buffers_live_no_longer_than_the_call_that_compiles():
-    found, ours = [], InductorCompile("default", None, targets=["net"], baseline_steps=0, verify="off")
-
-    def count(*args):
-        found.append([value.shape for value in gc.get_objects() if type(value) is torch.Tensor].count((777,)))
-
-    make = lambda: Classifier(nn.Sequential(nn.Linear(FEATURES, 777, bias=False), nn.BatchNorm1d(777, affine=False)))  # noqa: E731
-    fit(LambdaCallback(on_train_batch_end=count), ours, make=make, train=2)
-    assert found == [2, 2]

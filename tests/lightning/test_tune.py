@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
@@ -15,7 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileReport, InductorCompile, InductorConfig, Tune, graph_pass
-from tests.support.against_eager import FLOAT32, assert_fits_as_eager
+from tests.support.against_eager import assert_fits_as_eager
 from tests.support.memory import compiled_graphs, without_automatic_collection
 from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.step_times import OnGpu, Times, captured_graphs, noisy
@@ -234,12 +233,6 @@ def test_a_candidate_without_comparable_steps_ends(tmp_path):
 
 
 @AT_ONCE
-def test_a_candidate_that_records_a_cuda_graph_for_each_shape_runs_until_its_steps_can_be_compared():
-    ms = {"eager": noisy(15), CUDA_GRAPHS: noisy(6)}
-    assert Tuned(ms, [CUDA_GRAPHS], sizes=range(3, 63), gpu=True, steps=350, recorded=range(9)).mode == CUDA_GRAPHS
-
-
-@AT_ONCE
 @pytest.mark.parametrize(("lengths", "fast"), [(10, True), (250, True), (10**4, False)])
 def test_the_first_steps_of_new_shapes_do_not_favor_the_last_candidate(lengths, fast):
     """With attention on a GPU, cuDNN selects a kernel for each new length, in the first candidate that has it."""
@@ -319,19 +312,6 @@ def test_run_that_ends_early_decides_nothing_and_the_next_one_tunes(monkeypatch)
         graphs = ours.report.train.graphs
         trainer(ours).fit(module, loader(40))
     assert (ours.report.train.mode, ours.report.train.graphs) == ("default", graphs)
-
-
-def test_frozen_candidate_uses_the_current_weights(monkeypatch):
-    Times(monkeypatch, infer={"eager": 10, "freezing": 5})
-    ours = InductorCompile(None, Tune(["freezing"], steps=5))
-    run, module = trainer(ours), seeded()
-    for weight in (1.0, 2.0):
-        with torch.no_grad():
-            module.net[0].weight.fill_(weight)
-        twin = copy.deepcopy(module).eval()
-        out = torch.cat(run.predict(module, loader(40)))
-        torch.testing.assert_close(out, torch.cat([twin(x) for x, _ in loader(40)]), **FLOAT32)
-    assert ours.report.infer.mode == "freezing"
 
 
 @graph_pass
