@@ -151,19 +151,6 @@ def frames_with_constant_draws() -> Iterator[list[str]]:
         handle.remove()
 
 
-def error_chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes, including errors that Dynamo and Inductor have wrapped."""
-    seen: set[int] = set()
-    open_: list[BaseException | None] = [error]
-    while open_:
-        current = open_.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        open_ += [current.__cause__, current.__context__, getattr(current, "inner_exception", None)]
-
-
 @optional("dynamo settings", lambda: False)
 def is_disabled() -> bool:
     """Return whether ``TORCH_COMPILE_DISABLE=1`` disables ``torch.compile``."""

@@ -51,14 +51,14 @@ def check_fields(argument: str, data: Any, dataclass: type) -> None:
         check_choice(f"{argument}: field", name, [field.name for field in dataclasses.fields(dataclass)])
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Return the error that an error of torch wraps."""
+def error_chain(error: BaseException) -> list[BaseException]:
+    """Return an error of torch, and the errors that it wraps. The last one is the root cause."""
     chain = [error]
     while isinstance(cause := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__, BaseException):
         if cause in chain:  # a ring
-            return error
+            break
         chain.append(cause)
-    return chain[-1]
+    return chain
 
 
 def describe_failure(error: BaseException) -> str:
@@ -66,7 +66,7 @@ def describe_failure(error: BaseException) -> str:
 
     torch's message about a process only contains the long command line.
     """
-    error = root_cause(error)
+    error = error_chain(error)[-1]
     if not isinstance(error, subprocess.CalledProcessError):
         return f"{type(error).__name__}: {error}".strip()
     command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd

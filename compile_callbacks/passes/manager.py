@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.files import digest
+from compile_callbacks._utils.messages import error_chain
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.passes.base import HOOK_OPTIONS, GraphPass, graph_kind, pass_name
 
@@ -30,7 +31,7 @@ class GraphPassError(RuntimeError):
 
 def find_pass_error(error: BaseException) -> GraphPassError | None:
     """Return the error of the graph pass that caused ``error``, or ``None`` if no pass caused it."""
-    return next((cause for cause in _torch.dynamo.error_chain(error) if isinstance(cause, GraphPassError)), None)
+    return next((cause for cause in error_chain(error) if isinstance(cause, GraphPassError)), None)
 
 
 @dataclass(eq=False, repr=False)
