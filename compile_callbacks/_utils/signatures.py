@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,17 +15,8 @@ _MAX_INPUTS = 1000
 _MAX_DEPTH = 8
 
 
-class TensorSignature(NamedTuple):
-    """The properties of a tensor that decide whether a compiled graph accepts it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-
-
 def signature(inputs: Any) -> Any:
-    """Return a hashable description of inputs: a `TensorSignature` for each tensor, and the type of any other value.
+    """Return a hashable description of inputs: shape, dtype, device and ``requires_grad`` of tensors, and other types.
 
     ``inputs`` are a batch, or the inputs of a call. The function searches sequences, mappings such as
     `transformers.BatchEncoding`, dataclasses, and the attributes of other objects such as a batch of graphs. Of a large
@@ -37,7 +28,7 @@ def signature(inputs: Any) -> Any:
 def _signature_of(value: Any, left: list[int], depth: int) -> Any:
     left[0] -= 1
     if isinstance(value, torch.Tensor):
-        return TensorSignature(tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
+        return tuple(value.shape), value.dtype, value.device.type, value.requires_grad
     if not depth or left[0] <= 0 or (entries := _entries(value)) is None:
         return type(value)
     is_list, signatures = isinstance(value, (list, tuple)), []
