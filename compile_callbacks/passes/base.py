@@ -212,9 +212,10 @@ def _identity_of(kind: type[GraphPass], arguments: Any) -> str | None:
     """Return a hash of a class and its constructor's arguments, or ``None`` if a value has no description."""
     described: list[Any] = [installed_version("compile-callbacks"), f"{kind.__module__}.{kind.__qualname__}"]
     try:
-        for base, source in vars(kind)["_sources"].items():
+        for base in kind.__mro__:
             if operator.attrgetter(base.__qualname__)(sys.modules[base.__module__]) is not base:
                 return None  # code created the class, so its source does not describe it
+        for base, source in vars(kind)["_sources"].items():
             described.append(source)
             for name, value in vars(base).items():
                 is_method = callable(value) or hasattr(type(value), "__get__")
