@@ -54,8 +54,8 @@ def assert_same_training(
 
     If a value differs by more than the tolerance, the function trains once more without the callback, with noise in the
     last bit of each weight. A difference of the size of this noise's effect is rounding. The result is
-    ``"cannot tell"`` if losses or outputs differ, but only after the noise has moved them, or all gradients together,
-    by more than the tolerance.
+    ``"cannot tell"`` if losses, outputs or metrics differ, but only after the noise has moved them, or all gradients
+    together, by more than the tolerance.
 
     Args:
         make_module: Makes the LightningModule, once for each run.
@@ -69,7 +69,7 @@ def assert_same_training(
             weights and optimizer state, which consist of gradients.
         allow_cannot_tell: Whether to return ``"cannot tell"`` instead of raising.
 
-    A metric or an attribute that differs between the two eager runs, such as a logged time, is not compared. A warning
+    A metric or an attribute that differs between two eager runs, such as a logged time, is not compared. A warning
     names it.
 
     Raises:
@@ -92,13 +92,9 @@ def assert_same_training(
     errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
     if not errors:
         return "same"
+    if not (errors := _comparable(errors, eager, _Run().train(*arguments), limit)):
+        return "same"
     noisy = _Run(noise=True).train(*arguments)
-    noises = {key: _error(noisy.values.get(key), eager.values.get(key)) for key in keys}
-    moved = {
-        name for (_, name), error in noises.items() if error > limit and name.startswith(("metric ", "attribute "))
-    }
-    if names := sorted({name for _, name in errors if name in moved}):
-        warnings.warn(f"not compared, because they differ between two eager runs: {', '.join(names)}", stacklevel=2)
     # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
     chaotic = min(
         (s for s in dict(keys) if _gradient_error(noisy, eager, s + 1) > limits["gradient"]), default=math.inf
@@ -106,13 +102,13 @@ def assert_same_training(
     noise: dict[str, float] = defaultdict(float)
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for step, name in keys:
-        noise[name] = max(noise[name], noises[step, name])
-        error = 0.0 if name in moved else errors.get((step, name), 0.0)
+        noise[name] = max(noise[name], _error(noisy.values.get((step, name)), eager.values.get((step, name))))
+        error = errors.get((step, name), 0.0)
         if not error or (noise[name] <= limit and error <= _NOISE_FACTOR * noise[name]):
             continue  # the error is rounding
         if noise[name] <= limit and (step < chaotic or math.isinf(error)):
             found["different"].append((step, name))
-        elif name.startswith(("loss", "output")):
+        elif name.startswith(("loss", "output", "metric")):
             found["cannot tell"].append((step, name))
     if found["different"]:
         first = [key for key in found["different"] if key[0] == found["different"][0][0]]
@@ -129,6 +125,15 @@ def assert_same_training(
             f"last bit moves eager by {noise[name]:.2g}"
         )
     return "cannot tell" if found["cannot tell"] else "same"
+
+
+def _comparable(errors: dict[tuple[int, str], float], eager: _Run, again: _Run, limit: float) -> Any:
+    """Return the errors without those of metrics and attributes that differ between two eager runs."""
+    changing = {key[1] for key in errors if _error(again.values.get(key), eager.values.get(key)) > limit}
+    if not_comparable := sorted(name for name in changing if name.startswith(("metric ", "attribute "))):
+        names = ", ".join(not_comparable)
+        warnings.warn(f"not compared, because they differ between two eager runs: {names}", stacklevel=3)
+    return {key: error for key, error in errors.items() if key[1] not in not_comparable}
 
 
 def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
