@@ -18,7 +18,7 @@ from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, WaitingGraph
 from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
-from compile_callbacks.passes.manager import GraphPassError, find_pass_error, with_passes
+from compile_callbacks.passes.manager import with_passes
 from compile_callbacks.targets.target import Target
 
 _WRONG_FUNCTION = (
@@ -38,8 +38,7 @@ _Use = Callable[[Callable[..., Any], Callable[[Sequence[Any]], bool] | None], No
 class GraphBackend:
     """Compiles each graph that Dynamo captures from a target.
 
-    If Inductor fails on a graph, or the process was asked to stop, the graph runs eagerly. If a graph pass fails, the
-    backend compiles the graph without the pass.
+    If Inductor or a graph pass fails on a graph, or the process was asked to stop, the graph runs eagerly.
     """
 
     def __init__(self, target: Target, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
@@ -88,7 +87,7 @@ class GraphBackend:
             graph.compiled, graph.fits = compiled, fits
 
         if not self._is_requested(graph_module, example_inputs, arguments, use):
-            compiled = self._compile_with_passes(graph_module, example_inputs, arguments)
+            compiled = self._compile(graph_module, example_inputs, arguments)
             if isinstance(compiled, Exception):
                 log.compiler_failed(compiled)
                 return graph
@@ -185,54 +184,28 @@ class GraphBackend:
         self._log.recorder.record("foreground", self._log.key, reason=reason)
         self.free()
 
-    # ------------------------------------------------------------------------------------------ passes
-
-    def _compile_with_passes(
+    def _compile(
         self, graph: torch.fx.GraphModule, inputs: Sequence[Any], arguments: Mapping[str, Any]
     ) -> Callable[..., Any] | Exception:
-        """Compile a graph. If a pass fails, compile again without it. Return the error if the compiler fails."""
-        skipped: list[Any] = []
-        while True:
-            runs: list[dict[str, Any]] = []
-            passes, phase, given = self._passes, self._log.key.phase, arguments["options"]
-            options = with_passes(given, passes, phase, runs.append, skipped=skipped)
-            again = _torch.graphs.copy_of_graph(graph) if options != given else graph
-            try:
-                compiled: Callable[..., Any] = _torch.inductor.compile_graph(
-                    graph,
-                    inputs,
-                    **{**arguments, "options": options},
-                    on_backward_lowered=self._log.recorder.add_backward,
-                )
-            except _torch.dynamo.control_flow():
+        """Compile a graph with the passes. Return the error if the compiler or a pass fails."""
+        log, runs = self._log, list[dict[str, Any]]()
+        options = with_passes(arguments["options"], self._passes, log.key.phase, runs.append)
+        try:
+            compiled: Callable[..., Any] = _torch.inductor.compile_graph(
+                graph, inputs, **{**arguments, "options": options}, on_backward_lowered=log.recorder.add_backward
+            )
+        except _torch.dynamo.control_flow():
+            raise
+        except Exception as error:
+            if log.settings.on_error == "raise":
                 raise
-            except Exception as error:
-                if self._log.settings.on_error == "raise":
-                    raise
-                failure = find_pass_error(error)
-                own = self._config.passes if self._log.settings.on_trial else ()
-                # Without a pass of its own, a candidate of a `Tune` would be another candidate.
-                if failure is None or any(graph_pass is failure.failed for graph_pass in own):
-                    return error
-                self._report_failed_pass(failure)
-                skipped.append(failure.failed)
-                graph = again
-            else:
-                ran = {(run["name"], run["hook"]) for run in runs}
-                tried = [each for each in self._passes if not any(each is failed for failed in skipped)]
-                cached = [each for each in tried if (each.name, each.hook) not in ran]
-                runs += [{"name": each.name, "hook": each.hook, "from_cache": True} for each in cached]
-                self._log.recorder.executions.pass_runs += [(self._log.key, run) for run in runs]
-                return compiled
-
-    def _report_failed_pass(self, failure: GraphPassError) -> None:
-        target, phase = self._log.key[:2]
-        self._log.recorder.record("pass_skipped", self._log.key, reason=str(failure))
-        message = (
-            f"{in_one_line(str(failure))} (target {target!r}); the graph is compiled without the pass (all failures: "
-            f"report.{phase}.diagnostics.events; on_error='raise' raises instead)"
-        )
-        self._log.warn_later("CC701", message, about=(target, phase, id(failure.failed)))
+            return error
+        # If a pass did not run, the graph is from torch's cache.
+        ran = {(run["name"], run["hook"]) for run in runs}
+        cached = [each for each in self._passes if (each.name, each.hook) not in ran]
+        runs += [{"name": each.name, "hook": each.hook, "from_cache": True} for each in cached]
+        log.recorder.executions.pass_runs += [(log.key, run) for run in runs]
+        return compiled
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

@@ -72,12 +72,16 @@ class TargetLog:
     def compiler_failed(self, error: BaseException, *, what: str = "the compiler failed", part: str = "") -> None:
         """Record that the target, or a part of it, runs eagerly. With ``on_error="raise"``, raise an error instead."""
         target, phase = self.key[:2]
-        reason = str(find_pass_error(error) or describe_failure(error))
+        of_pass = find_pass_error(error)
+        reason = str(of_pass or describe_failure(error))
         if self.settings.on_error == "raise":
             message = f"compiling target {target!r} for the {phase} phase failed: {reason}"
             raise CompileError(with_code("CC301", message)) from error
         details = f"(in full: report.{phase}.diagnostics.events; on_error='raise' raises instead)"
-        self._record("CC301", None, reason, f"{what}: {in_one_line(reason)} {details}", part)
+        if of_pass is not None:
+            self.recorder.record("pass_skipped", self.key, reason=reason)
+        code = None if of_pass is None else "CC701"
+        self._record(code or "CC301", code, reason, f"{what}: {in_one_line(reason)} {details}", part)
 
     def run_target_eagerly(self, code: str, reason: str) -> CompileError:
         """Run the target eagerly from the next call on. Return an error that ends a running trace."""

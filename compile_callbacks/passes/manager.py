@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,8 @@ def with_passes(
     passes: Sequence[GraphPass],
     phase: Phase,
     on_run: Callable[[dict[str, Any]], None] = lambda run: None,
-    *,
-    skipped: Collection[Any] = (),
 ) -> dict[str, Any]:
-    """Return Inductor options that also run these passes, except ``skipped``, in one phase.
+    """Return Inductor options that also run these passes in one phase.
 
     A pass in the options, or otherwise in ``torch._inductor.config``, runs before the passes at its hook point.
     """
@@ -99,7 +97,7 @@ def with_passes(
     for hook, option in HOOK_OPTIONS.items():
         first = options.get(option, getattr(_torch.inductor.settings(), option))
         at_hook = [*(first if isinstance(first, (list, tuple)) else [first]), *(p for p in passes if p.hook == hook)]
-        if run := tuple(p for p in at_hook if not any(p is other for other in (None, *skipped))):
+        if run := tuple(p for p in at_hook if p is not None):
             changed[option] = PassManager(run, hook, phase, on_run)
         elif first is not None:
             changed[option] = None

@@ -141,7 +141,7 @@ class PhaseDiagnostics(Figures):
 
     @figure("compile", COUNT, default=0)
     def skipped_passes(self) -> int:
-        """Number of graphs that were compiled without a custom graph pass because the pass failed."""
+        """Number of graphs that run eagerly because a custom graph pass failed."""
         return len(self.events_of("pass_skipped"))
 
     @figure("compile", lambda d: _passes(d.passes), row="graph passes", default=())

@@ -125,7 +125,7 @@ def test_a_pass_that_the_user_set_in_torch_runs_before_ours_and_a_failure_names_
     says = pytest.warns(CompileWarning, match="graph pass 'mark' at post_grad_post") if fails else nullcontext()
     with torch._inductor.config.patch(post_grad_custom_post_pass=mark), says:
         trainer(callback_with(ours, train_mode=None)).validate(Classifier(), loader(1), verbose=False)
-    assert (seen, len(ours.graphs)) == ([0], 1)
+    assert (seen, len(ours.graphs)) == ([0], 0 if fails else 1)
 
 
 @pytest.mark.parametrize("hook", ["joint_pre", "post_grad_post"])
@@ -191,7 +191,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
-def test_a_graph_is_compiled_without_a_pass_that_makes_it_wrong(function):
+def test_a_graph_that_a_pass_makes_wrong_runs_eagerly(function):
     module = Classifier()
     expected = trainer().predict(module, loader(1))
     callback = callback_with(graph_pass(function), train_mode=None)
@@ -200,7 +200,7 @@ def test_a_graph_is_compiled_without_a_pass_that_makes_it_wrong(function):
         predicted = trainer(callback).predict(module, loader(1))
     torch.testing.assert_close(predicted, expected)
     infer = callback.report.infer
-    assert (infer.diagnostics.skipped_passes, infer.fallbacks, infer.graphs) == (1, 0, 1)
+    assert (infer.diagnostics.skipped_passes, infer.fallbacks, infer.graphs) == (1, 1, 0)
 
 
 # ------------------------------------------------------------------------------------------ identity
