@@ -74,16 +74,16 @@ test-newest-python: $(INSTALLED)
 	$(BIN_NEWEST)/python $(PYTEST) -m "not slow" tests/unit tests/cases/test_values.py $(ARGS); fi
 
 # The package index of a machine may have no nightly builds. Nothing is left of an environment that could not be made.
-NIGHTLY_INDEX ?= https://download.pytorch.org/whl/nightly/cpu
+NIGHTLY_INDEX ?=
 
 test-nightly: $(INSTALLED)
 	@if $(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-nightly \
 	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --prerelease allow torch torchvision \
-		--index $(NIGHTLY_INDEX) --index-strategy unsafe-best-match \
+		$(if $(NIGHTLY_INDEX),--index $(NIGHTLY_INDEX) --index-strategy unsafe-best-match) \
 	&& $(BIN)/uv pip install --quiet --python .venv-nightly/bin/python --editable '.[examples,plot]' --group dev \
 	&& .venv-nightly/bin/python -c "import torch as t; from packaging.version import Version as V; exit(not V(t.__version__).is_prerelease)"; \
 	then .venv-nightly/bin/python $(PYTEST) -m "" tests/compile/test_ports.py tests/compile/test_workarounds.py $(ARGS); \
-	else rm -rf .venv-nightly; echo "skipped: no pre-release of torch can be installed from $(NIGHTLY_INDEX)"; fi
+	else rm -rf .venv-nightly; echo "skipped: no pre-release of torch can be installed$(if $(NIGHTLY_INDEX), from $(NIGHTLY_INDEX))"; fi
 
 test-random: $(INSTALLED)
 	COMPILE_CALLBACKS_EXAMPLES=200 $(BIN)/python -m pytest tests/lightning/test_random_modules.py --timeout 3600 $(ARGS)

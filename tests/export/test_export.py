@@ -309,5 +309,5 @@ def test_a_package_for_another_device_or_torch_is_refused(packages, tmp_path, mo
     with pytest.raises(ExportError, match="was exported for a device of type xpu, which is not available here"):
         load_exported(other)
     monkeypatch.setattr("compile_callbacks._torch.inductor.load_package", lambda path: 1 / 0)
-    with pytest.raises(ExportError, match=rf"ZeroDivisionError.*torch {torch.__version__} wrote it, and this is torch"):
+    with pytest.raises(ExportError, match=r"ZeroDivisionError.*torch \S+ wrote it, and this is torch"):
         load_exported(packages.net)

@@ -59,7 +59,7 @@ def test_auto_makes_no_model_wrong_or_slower(trial, monkeypatch):
     The losses of the first two epochs are compared, because training amplifies rounding. Compiled code draws the random
     numbers of eager code, because samplers of detectors draw some.
     """
-    monkeypatch.setattr(rule, "why_not_compiled", lambda *args, **settings: ("", False))
+    monkeypatch.setattr(rule, "why_not_compiled", lambda *args, **settings: "")
     longer = {**trial.settings, "max_epochs": EPOCHS, "num_sanity_val_steps": 0}
     trial = dataclasses.replace(trial, settings=longer, after=None)
     eager, callback = run(trial), InductorCompile("auto", None)
