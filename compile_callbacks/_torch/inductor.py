@@ -240,7 +240,8 @@ def register_pass_type(of_library: type) -> None:
 
 def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
     """Compile an exported program with AOTInductor, which changes the options, and write the package."""
-    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+    with torch_2_11.exports():
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
 
 
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
@@ -251,7 +252,8 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
-    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+    with torch_2_11.exports():
+        loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     outputs = treespec_loads(loader.get_call_spec()[1])
     return lambda tensors: tree_unflatten(loader.boxed_run(tensors), outputs)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
+import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -84,3 +87,23 @@ def autocast_state() -> str:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
+
+
+@contextlib.contextmanager
+def exports() -> Iterator[None]:
+    """Export, or load a package, without torch's warnings about its own code.
+
+    A failed export leaves a hook, with which Dynamo breaks the graph where a buffer is assigned. It is removed.
+
+    Workaround (torch<2.12).
+    """
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks if IS_2_11 else {}
+    before = set(hooks)
+    try:
+        with warnings.catch_warnings():
+            if IS_OLDER_THAN_2_13:
+                warnings.simplefilter("ignore")
+            yield
+    finally:
+        for hook in set(hooks) - before:
+            del hooks[hook]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -33,8 +34,10 @@ def check_cache_dir(folder: Any) -> Path | None:
     if folder is None:
         return None
     check_type("cache_dir", folder, (str, os.PathLike), "the path of a folder")
-    path = Path(folder).expanduser().absolute()
-    if not os.fspath(folder) or path.is_file():
+    path, is_file = Path(folder).expanduser().absolute(), False
+    with contextlib.suppress(OSError):  # if the path cannot be examined, the run begins with a warning
+        is_file = path.is_file()
+    if not os.fspath(folder) or is_file:
         raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
     return path
 

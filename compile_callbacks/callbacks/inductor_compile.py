@@ -239,12 +239,12 @@ class InductorCompile(Callback):
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
         """End a call, and write its report. A nested call has no report."""
-        vars(self).pop("on_after_backward", None)
         if trainer is self._nested:
             self._nested, self._active = None, self.session
             if self._active is not None:
                 self._active.stage_begins(self._outer_stage)
         elif trainer is self._trainer:
+            vars(self).pop("on_after_backward", None)
             self._trainer = self._active = None
             self._close()
             try:

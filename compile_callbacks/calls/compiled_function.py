@@ -67,7 +67,7 @@ class CompiledFunction:
         By default, torch does not notice the first hooks. Only modules with hooks get guards on hooks, because such
         guards make the checks of each call a sixth slower.
         """
-        if self.hooks_seen is not None:
+        if self.hooks_seen not in (None, _torch.dynamo.hooks_registered()):
             has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._target.members)
             self.hooks_seen = _torch.dynamo.hooks_registered()
             if any(has_hooks):

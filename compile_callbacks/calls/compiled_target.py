@@ -88,14 +88,14 @@ class CompiledTarget:
         in_checkpoint, within_miss = _torch.autograd.saves_through_hooks(), outer is not None and outer.missed
         if within_miss and not in_checkpoint:
             return True
-        if not self.called and (mode := _torch.autograd.dispatch_mode()):
+        if mode := "" if self.called else _torch.autograd.dispatch_mode():
             self.function.why_no_graph = f"{mode} is active, and torch compiles nothing within a TorchDispatchMode"
         self.called = True
         if is_transformed:
             self._warn_of_transform()
         else:
             self.log.issue_warnings()
-        runs_eagerly = is_transformed or (self.log.runs_eagerly and not in_checkpoint)
+        runs_eagerly = is_transformed or bool(mode) or (self.log.runs_eagerly and not in_checkpoint)
         if runs_eagerly and not within_miss:  # otherwise, the outer call counts
             self._count_eager_call(self._recorder.executions.graphs)
         return runs_eagerly

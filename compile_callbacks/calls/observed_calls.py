@@ -74,6 +74,8 @@ class ObservedCalls:
     def record(self, args: Any, kwargs: Any, *, eager: bool = False) -> None:
         """Record an ``eager`` call, or a later one that compiles, or that the compiled code does not fit."""
         sets, sizes = self.eager if eager else self._later, _sizes_of(args, kwargs)
+        if eager and not sets:
+            self.facts.clear()  # of an earlier run, whose backward passes may have been others
         if len(sets) < MAX_SETS or sizes in sets:
             sets[sizes] += 1
 

@@ -64,10 +64,11 @@ class TargetSearch:
 
     def step_begins(self, phase: Phase, *, first: bool, eager: bool) -> None:
         """Begin the ``first`` step of a stage or an epoch, which looks for changes of the module, or an early step."""
-        if first and self._resolve is not None and _tree(self._root) != self._tree:
-            self._look_up(self._resolve)
-        if phase != self.phase:
-            self._change_phase(phase)
+        with self._without_failures():
+            if first and self._resolve is not None and _tree(self._root) != self._tree:
+                self._look_up(self._resolve)
+            if phase != self.phase:
+                self._change_phase(phase)
         if not eager:
             self.records_methods = False
             self._drop([probe for probe in self._standing if probe.callee.method is not None])
@@ -152,15 +153,20 @@ class TargetSearch:
         The call of the root hides its children, which later steps may call, so they become targets, too.
         """
         callees = [standing.callee for standing in self._standing]
+        with self._without_failures(), self._removed(self._standing):
+            groups = [with_equal_blocks(probe.callee, callees)]
+            if probe.callee.module is self._root:
+                children = set(self._root.children())
+                groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
+            for alike in groups:
+                self._switch.add(group_targets(self._root, self._new_parts(alike)))
+
+    @contextlib.contextmanager
+    def _without_failures(self) -> Iterator[None]:
+        """Warn about an exception in the search. It costs a target, and never the run."""
         try:
-            with self._removed(self._standing):
-                groups = [with_equal_blocks(probe.callee, callees)]
-                if probe.callee.module is self._root:
-                    children = set(self._root.children())
-                    groups += [[callee] for callee in callees if callee.method is None and callee.module in children]
-                for alike in groups:
-                    self._switch.add(group_targets(self._root, self._new_parts(alike)))
-        except Exception as error:  # costs a target, and never the run
+            yield
+        except Exception as error:
             if isinstance(error, Warning):  # the user's warning filters turn warnings into errors
                 raise
             reason = in_one_line(describe_failure(error))

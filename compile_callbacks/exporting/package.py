@@ -167,7 +167,8 @@ def _trace(module: nn.Module, inputs: _Inputs, batches: Sequence[torch.Tensor], 
     for tensor in batches:
         shapes[tensor] = {0: batch}
     try:
-        program = torch.export.export(module, *inputs, dynamic_shapes=shapes)
+        with _torch.torch_2_11.exports():
+            program = torch.export.export(module, *inputs, dynamic_shapes=shapes)
         # torch.export ignores an active autocast. Tracing the program again inserts the casts.
         return program.run_decompositions({}) if torch.is_autocast_enabled(device.type) else program
     except Exception as error:
@@ -214,6 +215,9 @@ def _smoke_test(path: Path, inputs: _Inputs) -> None:
         except OSError:  # Python cannot start a process if it is embedded in another program
             pass
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            # An ordinary error may come from the process, which has no operators of the user and perhaps no GPU.
+            if getattr(error, "returncode", -1) > 0:
+                return
             text = f"the package failed in a smoke test: {in_one_line(describe_failure(error))}"
             raise ExportError(with_code("CC601", text)) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -43,6 +44,8 @@ FORMAT = {"format": "compile_callbacks.InductorBackend", "version": 1}
 
 SampleLike = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one call: one tensor, positional arguments, or keyword arguments."""
+
+_training = operator.attrgetter("training")
 
 _Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -89,6 +92,7 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
+        self._parts: list[nn.Module] = []  # the compiled module and its submodules
         self._samples: list[_Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
@@ -155,7 +159,7 @@ class InductorBackend:
         """
         if self._session is None or self._module is None:
             self._after("infer")
-        return _call(self._module, self.device, args, kwargs)
+        return _call(self._parts, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
@@ -275,10 +279,10 @@ class InductorBackend:
             module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             session.compile_new_inputs(after=1)
-            before = Snapshot(module)
+            before, self._parts = Snapshot(module), list(module.modules())
             try:
                 for sample in samples:
-                    _call(module, target, *copy.deepcopy(sample))
+                    _call(self._parts, target, *copy.deepcopy(sample))
             finally:
                 before.restore()
             session.compile_new_inputs(after=math.inf)
@@ -289,9 +293,10 @@ class InductorBackend:
         self._finalizer.atexit = False
 
 
-def _call(module: Any, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module, with tensors that the compiled graphs accept."""
-    if module.training:
+def _call(parts: list[Any], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, the first of its ``parts``, with tensors that the compiled graphs accept."""
+    module = parts[0]
+    if True in map(_training, parts):
         module.eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     with torch.inference_mode(False), torch.no_grad():

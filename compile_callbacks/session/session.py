@@ -193,6 +193,8 @@ class Session:
         A running step is not measured. A number of steps is ``math.inf`` if it is unknown.
         """
         for phase, steps in (remaining or {}).items():
+            if not steps:  # a later call may run the phase
+                continue
             self._phases[phase].is_settled &= not self._phases[phase].contest.plan(steps)
         self._search.step_ends()
         self.stage, self._step = stage, None

@@ -136,7 +136,7 @@ def possible_callees(root: nn.Module) -> Iterator[Callee]:
 
 def _within(parent: nn.Module, prefix: str, seen: set[int], *, direct: bool) -> Iterator[Callee]:
     for name, child in parent.named_children():
-        if id(child) in seen or _only_if_named(child) or next(child.parameters(), None) is None:
+        if id(child) in seen or _only_if_named(child) or not any(True for _ in child.parameters()):
             continue
         seen.add(id(child))
         called = Callee(f"{prefix}{name}", child)

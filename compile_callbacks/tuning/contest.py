@@ -157,12 +157,13 @@ class Contest:
             self.end_baseline()
             return True
         trial, block, self._block = self.turns[0], self._block, []
-        usual = self._usual or _usual([step.workload for step in block if step.workload])
+        usual = self._usual = self._usual or _usual([step.workload for step in block if step.workload])
         samples = [(s.workload, s.span) for s in block if s.is_sample and s.workload and s.span]
         compared = [span for workload, span in samples if usual in (workload, workload._replace(shapes=()))]
         ms = [span.milliseconds() for span in compared]  # synchronizes the GPU
-        measured = usual, ms, self._facts(trial.variant), self.steps_left
-        self._usual, ms, trial.facts, self.steps_left = self._of_rank_zero(measured)
+        # Plain data only, because a rank whose data cannot be pickled would let the others wait.
+        measured = ms, self._facts(trial.variant), self.steps_left
+        ms, trial.facts, self.steps_left = self._of_rank_zero(measured)
         trial.blocks.append(ms)
         if trial.facts.problem and isinstance(self.settings, Tune):
             trial.decide(*trial.facts.problem)
@@ -178,7 +179,15 @@ class Contest:
             elif self._adopts_earlier_winner():
                 return True
         config, is_healed = trial.variant.config, any(each.variant.healed for each in self.trials.values())
-        if self._is_auto and config and trial.facts.healing and trial.verdict != "wrong" and not is_healed:
+        has_rounds = any(each.rounds for each in self.trials.values())  # then another candidate could not win any more
+        if (
+            self._is_auto
+            and config
+            and trial.facts.healing
+            and trial.verdict != "wrong"
+            and not is_healed
+            and not has_rounds
+        ):
             self._add([trial_of(replace(config, dynamo=dict.fromkeys(trial.facts.healing, True)))])
         self._next_turn()
         return True
