@@ -57,7 +57,7 @@ def without_effect(run: PhaseRun, mode_argument: str) -> Iterator[Finding]:
         yield Finding("CC204", f"{mode_argument}: {reason}", (run.phase, "template"), ("template", key, reason))
     if run.phase == "infer" and config.freezes and sharded:
         message = f"{mode} asks for freezing, which has no effect: {sharded}"
-        yield Finding("CC204", message, "freezing")
+        yield Finding("CC204", message, "freezing", ("freezing", key, message))
     if config.uses_cudagraphs and device.type != "cuda":
         message = (
             f"{mode} asks for CUDA graphs, and the module is not on a GPU: they have no effect. The steps run compiled "
@@ -121,7 +121,8 @@ def _of_target(run: PhaseRun, compiled: CompiledTarget) -> Iterator[Finding]:
             "only the parts that torch can trace, or leave the phase eager"
         )
         yield Finding("CC131", message, key[:2])
-    if run.chosen.name is None and config is not None and config.freezes and not compiled.backend.frozen:
+    may_freeze = run.chosen.name is None and not run.contest.conditions.sharded
+    if may_freeze and config is not None and config.freezes and not compiled.backend.frozen:
         reason = "freezing has no effect while weights may change, as during fit"
         yield Finding(event=("freezing", key, reason))  # no warning, because `validate` may freeze it later
 

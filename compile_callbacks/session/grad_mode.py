@@ -65,7 +65,7 @@ def compile_phases(
 
     Example::
 
-        >>> net = compile_phases(torch.nn.ReLU(), infer_mode="max-autotune-no-cudagraphs")
+        >>> net = compile_phases(nn.ReLU(), infer_mode="max-autotune-no-cudagraphs")
         >>> report_of(net).infer.mode
         'max-autotune-no-cudagraphs'
     """

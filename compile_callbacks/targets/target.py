@@ -51,10 +51,8 @@ class Callee:
 
 
 def is_replaced(module: nn.Module, method: str) -> bool:
-    """Return whether an attribute of a module replaces a method of its class. A copy has its own method there."""
-    value = vars(module).get(method)
-    is_own = getattr(value, "__func__", None) is getattr(type(module), method, None)
-    return method in vars(module) and not (is_own or hasattr(value, "callee"))
+    """Return whether an attribute of a module that is not a dispatcher replaces a method of its class."""
+    return method in vars(module) and not hasattr(vars(module)[method], "callee")
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from lightning.pytorch.profilers import AdvancedProfiler
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim import SGD
+from torch.utils.flop_counter import FlopCounterMode
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.cases import zoo
 from tests.cases.case import UNSURPRISING, Case, check, net
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
@@ -181,3 +182,38 @@ def test_a_run_without_a_baseline_equals_torch_compile_from_the_first_step_on(ma
         assert graphs == [1] * 10
         runs.append([module.losses, dict(module.state_dict())])
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+class Listed(Wrapper):
+    """Returns its parameters in a list."""
+
+    def parameters(self, recurse=True):
+        return list(super().parameters(recurse))
+
+
+def test_a_module_with_its_own_list_of_parameters_is_compiled():
+    module = fit(ours := InductorCompile(baseline_steps=0), make=net(Listed))
+    assert ours.report.train.graphs == 1
+    assert len(module.losses) == 8
+
+
+def test_a_search_that_raises_costs_a_target_and_not_the_run(monkeypatch):
+    monkeypatch.setattr("compile_callbacks.calls.target_search.possible_callees", lambda root: 1 / 0)
+    with pytest.warns(CompileWarning) as caught:
+        assert len(fit(InductorCompile(None, verify="off"), validation=2).losses) == 8
+    assert any("could not be made a target: ZeroDivisionError" in str(warning.message) for warning in caught)
+
+
+def test_a_fit_without_validation_leaves_the_baseline_of_a_later_test():
+    module = fit(ours := InductorCompile(baseline_steps=5), validation=None)
+    trainer(ours).test(module, loader(20), verbose=False)
+    assert ours.report.infer.diagnostics.eager_samples >= 5
+
+
+def test_with_fullgraph_the_first_call_may_be_within_a_dispatch_mode():
+    compiled = compile_phases(mlp(), {"fullgraph": True})
+    with FlopCounterMode(display=False):
+        compiled(torch.ones(4, FEATURES))
+    compiled(torch.ones(4, FEATURES))
+    assert report_of(compiled).train.graphs == 1
+    restore(compiled)

@@ -17,7 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from compile_callbacks import InductorBackend, InductorCompile, Tune, compile_phases, export, report_of, restore
+from compile_callbacks import (
+    CompileWarning,
+    InductorBackend,
+    InductorCompile,
+    Tune,
+    compile_phases,
+    export,
+    report_of,
+    restore,
+)
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.resolve import resolve_targets
 from tests.support.against_eager import FLOAT32
@@ -177,9 +186,10 @@ def test_a_replaced_forward_of_a_sharded_part_runs(mesh):
     expected = net(x)
     for part in (*net, net):
         fully_shard(part, mesh=mesh)
-    compile_phases(net)
+    with pytest.warns(CompileWarning, match="target '1' is not compiled: its forward is an attribute"):
+        compile_phases(net)
     torch.testing.assert_close(net(x), expected)
-    assert report_of(net).train.targets[-1] == "1"  # the part with the other forward shares no graph
+    assert "1" not in report_of(net).train.targets
     restore(net)
 
 

@@ -97,7 +97,7 @@ assert not {"compile_callbacks", "lightning"} & set(sys.modules)
 
 @pytest.mark.slow
 def test_a_package_runs_where_only_torch_is_imported_without_a_compiler(packages, tmp_path):
-    inputs = [(images(batch), torch.randn(batch, 1)) for batch in (1, 5)]
+    inputs = [(images(batch).contiguous(), torch.randn(batch, 1)) for batch in (1, 5)]
     torch.save([(x, scale, packages.eager(x, scale=scale)) for x, scale in inputs], tmp_path / "calls.pt")
     command = [sys.executable, "-c", CALLS_PACKAGE, str(packages.net)]
     subprocess.run(command, cwd=tmp_path, env={"PATH": str(tmp_path)}, check=True, timeout=120)

@@ -127,6 +127,8 @@ def test_a_folder_that_cannot_be_written_or_has_a_space_is_not_used(tmp_path, mo
     before = variables()
     with pytest.warns(CompileWarning, match="is not used.*without quotes.*CC401"):
         restore(cached(tmp_path / "My Drive"))
+    with pytest.warns(CompileWarning, match="is not used.*CC401"):
+        restore(cached(tmp_path / ("long" * 99)))
     monkeypatch.setattr(tempfile, "TemporaryFile", mock.Mock(side_effect=OSError(30, "Read-only file system")))
     with pytest.warns(CompileWarning, match="is not used.*Read-only.*CC401"):
         restore(cached(tmp_path / "kept"))

@@ -37,7 +37,7 @@ def test_only_the_current_workload_is_compared_and_the_first_step_with_new_shape
     first = itertools.count()
 
     def ms(candidate, workload):
-        if workload.shapes[0].shape[0] == 4:
+        if workload.shapes[0][0][0] == 4:
             return 10 if candidate == "eager" else 5
         return 80 if next(first) else 900
 
