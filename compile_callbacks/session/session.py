@@ -347,12 +347,12 @@ class Session:
         """Act on decisions: warn about settings without effect, and free compiled code that will not run again."""
         for phase, run in self._phases.items():
             if not run.is_settled:
-                run.is_settled = True
-                if run.contest.conditions.rank == 0:
-                    self._tell(findings.without_effect(run, self._arguments.mode_arguments[phase]))
+                run.is_settled, contest = True, run.contest
+                found = findings.without_effect(run, self._arguments.mode_arguments[phase])
+                warns = contest.conditions.rank == 0  # for all ranks
+                self._tell(each if warns else each._replace(message="") for each in found)
                 # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
                 self.after_backward()
-                contest = run.contest
                 self._switch.free_other_variants(phase, contest.alive, on_trial=contest.chosen is None)
                 self.gpu.free_cached()
 
