@@ -38,7 +38,7 @@ class Helper:
         self._queue, self._fails = requests, fails
         self._compilers = 0  # the number of processes that compile kernels; 0 before the first stage
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes]  # what the process prints to stderr
+        self._errors: IO[bytes]  # the file with its stderr
         self._outbox: queue.SimpleQueue[Any]  # the graphs to send; None ends the thread
         self._answers: queue.SimpleQueue[Any]  # graphs with their code, or the reason why the process ended or hangs
 
@@ -131,7 +131,7 @@ class Helper:
         threading.Thread(target=self._converse, args=arguments, daemon=True, name="compile_callbacks").start()
 
     def _converse(self, connection: Connection[Any, Any], process: Any, errors: Any, outbox: Any, answers: Any) -> None:
-        """Exchange requests and answers with a process, in a thread of its own."""
+        """Exchange requests and answers with a process, in a separate thread."""
         with connection:
             try:
                 while (graph := outbox.get()) is not None:

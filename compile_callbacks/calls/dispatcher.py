@@ -29,10 +29,10 @@ class CallSlot:
         self.eager = callee.eager
         # Lightning inspects the arguments through __wrapped__. Users read __name__ and __self__ of their methods.
         functools.update_wrapper(self, self.eager, ("__self__", "__func__", *functools.WRAPPER_ASSIGNMENTS), ())
-        self.selected: Callable[..., Any] = self.eager  # what a call of the callee runs now
+        self.selected: Callable[..., Any] = self.eager  # the function that a call of the callee runs now
         self._attributes = vars(callee.module)
         self._slot = callee.method or _CALL_SLOT
-        self._replaced: Any = _ABSENT  # what was in the slot
+        self._replaced: Any = _ABSENT  # the former value of the slot
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the selected function."""

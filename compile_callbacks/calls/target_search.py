@@ -173,7 +173,7 @@ class TargetSearch:
             self._warn.warn("CC102", f"a module that the steps call could not be made a target: {reason}", about=reason)
 
     def _new_parts(self, callees: Iterable[Callee]) -> list[Callee]:
-        """Return what torch can compile of called modules and methods, without what is a target already."""
+        """Return the parts of called modules and methods that torch can compile and that are not targets yet."""
         known = {_key(member) for target in self._switch.targets for member in target.members}
         return [part for callee in callees for part in compilable_parts(callee) if _key(part) not in known]
 

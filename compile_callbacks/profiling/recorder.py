@@ -42,20 +42,20 @@ class CallInProgress:
 
 @dataclass(slots=True)
 class Executions:
-    """What a session has executed and compiled so far.
+    """Counts the graphs and compiles of a session so far.
 
     ``compiles`` grows with each compile in this process, including the user's own, and with each load and comparison of
     a graph. A step in which it grows takes longer than usual.
     """
 
     graphs: int = 0  # the number of executions of compiled graphs
-    # The number of calls of each target that ran eagerly, or of which a part did, in steps that compile.
+    # The number of calls of each target that ran eagerly, in whole or in part, in steps that compile.
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
     mixed: bool = False  # whether such a call in the running step belongs to a target that has compiled graphs
     compiles: int = 0
     resets: int = 0  # the number of calls of ``torch.compiler.reset()`` during the runs
     pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)  # of custom graph passes, in order
-    import_seconds: float = 0.0  # that the import of the compiler took; the phase that compiles first pays for it
+    import_seconds: float = 0.0  # for the import of the compiler, a part of the compile time of the first phase
 
 
 class _Calling(threading.local):

@@ -1,4 +1,4 @@
-"""Functions that find problems of a `PhaseRun`, of which a `Session` warns and which it records."""
+"""Functions that find problems of a `PhaseRun`. A `Session` records them and warns about them."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class PhaseRun:
         return CompileFacts(seconds, next(iter(problems), None), tuple(healing_settings(breaks)[0]))
 
     def _waits(self, variant: Variant) -> Variant | None:
-        """Return what runs while another process compiles a variant, or ``None`` if the variant itself runs."""
+        """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
         requests = self._requests
         if requests is None or self._loaded:
             return None

@@ -76,7 +76,7 @@ class Target:
 
 
 def compilable_parts(called: Callee) -> list[Callee]:
-    """Return a module or a method as it is, or the innermost parts of the module if FSDP shards it.
+    """Return a module or a method unchanged, or the innermost parts of the module if FSDP shards it.
 
     FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
     ``forward`` of a wrapper. Dynamo traces neither. The weights of the innermost parts are ordinary tensors while the

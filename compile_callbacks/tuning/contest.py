@@ -55,7 +55,7 @@ class Contest:
     In training, all ranks use rank zero's measurements at the end of each block. In the infer phase, ranks may have
     different numbers of batches, so each rank decides for itself.
 
-    With ``background=True``, ``waits`` returns what runs while a variant waits for its code, if it waits. ``tell``
+    With ``background=True``, ``waits`` returns the variant to run while another one waits for its code. ``tell``
     prints the choice of a `Tune`, or records that a config is slower.
     """
 

@@ -145,7 +145,7 @@ def programs(monkeypatch):
         torch.export.save(program, package_path, extra_files={"wrapper_metadata.json": metadata})
 
     def loads(path):
-        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own code
+        with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns about torch
             run = torch.no_grad()(torch.export.load(path).module())
         return lambda tensors: run(*tensors)
 

@@ -1,4 +1,4 @@
-"""What a user may do in steps with CUDA graphs: each situation equals eager, and is why they can be the default."""
+"""Steps with CUDA graphs equal eager steps in situations of ordinary training, validation and prediction."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Checkpointed(Wrapper):
 
 
 class Gan(Classifier):
-    """Two networks in turn with manual optimization, one of which is called three times."""
+    """Two networks in turn with manual optimization. A step calls the second one three times."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ def test_training_validation_and_prediction_equal_eager(case, baseline_steps):
 
 
 class TwoNetworks(Classifier):
-    """Two networks in a step, one of which the user has compiled."""
+    """Two networks in a step, and a function that the user has compiled."""
 
     def __init__(self):
         super().__init__()
