@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import math
 import pickle
 import random
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from compile_callbacks import _torch
 from compile_callbacks.callbacks.inductor_compile import InductorCompile
+from compile_callbacks.report.loggers import lightning_package
 
 # One value that crosses zero before a ReLU changes many digits of a gradient. A weight may begin as zero, and is then a
 # sum of gradients.
@@ -191,7 +193,8 @@ class _Run(Callback):
                 **kwargs,
                 "callbacks": [*(users if isinstance(users, list) else [users]), *callbacks, self],
             }
-            trainer = Trainer(**settings)
+            package = importlib.import_module(lightning_package(module, "LightningModule"))
+            trainer: Trainer = package.Trainer(**settings)
             self.epsilon = next(torch.finfo(dtype).eps for name, dtype in _DTYPES if name in str(trainer.precision))
             _seed(1)
             trainer.fit(module, data)

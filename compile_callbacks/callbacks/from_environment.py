@@ -1,16 +1,18 @@
 """Adds an `InductorCompile` to each Trainer of a script that nobody edits: ``COMPILE_CALLBACKS=auto python train.py``.
 
-Lightning calls `callbacks_from_environment` for each new Trainer. This file imports `InductorCompile` only if the
-variable is set, because a process that does not compile should not import the compiler.
+Lightning calls `callbacks_from_environment` for each new Trainer, also the copy in the package ``pytorch_lightning``.
+This file imports the compiler and Lightning only if the variable is set, because they take seconds.
 """
 
 from __future__ import annotations
 
 import os
-
-from lightning.pytorch import Callback
+from typing import TYPE_CHECKING
 
 from compile_callbacks.background import IS_HELPER
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
 
 VARIABLE = "COMPILE_CALLBACKS"
 

@@ -109,6 +109,7 @@ class InductorCompile(Callback):
     _printed = False  # whether the report was printed
     _step_is_timed = False
     _global_step_before = 0
+    _misconfiguration: type[Exception] = MisconfigurationException
 
     def __init__(
         self,
@@ -151,9 +152,9 @@ class InductorCompile(Callback):
                 "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
                 "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
             )
-            raise MisconfigurationException(with_code("CC203", message))
+            raise self._misconfiguration(with_code("CC203", message))
         if refused := unsupported_strategy_reason(trainer.strategy):
-            raise MisconfigurationException(with_code("CC801", refused))
+            raise self._misconfiguration(with_code("CC801", refused))
         if (running := self._trainer) is not None:
             # If another callback raised in ``on_exception``, the earlier call ended without our hook.
             if running.state.status == TrainerStatus.RUNNING and not (running is trainer and stage == "fit"):
@@ -213,7 +214,7 @@ class InductorCompile(Callback):
         arguments = self.arguments
         undo_users_compile(pl_module, arguments, trainer)  # again, because configure_model runs after setup
         if refused := unsupported_reason(pl_module, arguments.configs):
-            raise MisconfigurationException(with_code("CC802", refused))
+            raise self._misconfiguration(with_code("CC802", refused))
         # Lightning's `is_overridden` raises for a module of the package pytorch_lightning.
         is_lightnings = pl_module.backward.__module__.startswith(("lightning.", "pytorch_lightning."))
         keeps_graph = not (pl_module.automatic_optimization and is_lightnings)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 PLOT_TAG = "compile_report/steps"
-_log = logging.getLogger("lightning.pytorch")  # users silence it together with Lightning's messages
 
 _CHARTS = {
     "peak memory of a compiled step in MiB": ("step/{}/peak_memory_mib",),
@@ -145,6 +144,12 @@ def write_report(trainer: Trainer, report: CompileReport, exception: BaseExcepti
         return None
 
 
+def lightning_package(instance: object, base: str) -> str:
+    """Return which package has the base class ``base``: ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
+    module = next((cls.__module__ for cls in type(instance).__mro__ if cls.__name__ == base), "lightning.pytorch")
+    return "pytorch_lightning" if module.startswith("pytorch_lightning.") else "lightning.pytorch"
+
+
 def print_line(trainer: Trainer, line: str) -> None:
     """Print a line on rank zero, above an active progress bar or as a log message."""
     bar = trainer.progress_bar_callback
@@ -153,4 +158,5 @@ def print_line(trainer: Trainer, line: str) -> None:
     if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
         bar.print(line)
     else:
-        _log.info(line)
+        # Users silence it together with Lightning's messages.
+        logging.getLogger(lightning_package(trainer, "Trainer")).info(line)

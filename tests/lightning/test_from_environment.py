@@ -9,13 +9,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, fit, loader, seeded, trainer
+from tests.support.models import QUIET, Classifier, fit, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
-ROOT, GROUP, VARIABLE = Path(__file__).parents[2], "lightning.pytorch.callbacks_factory", "COMPILE_CALLBACKS"
+ROOT, VARIABLE = Path(__file__).parents[2], "COMPILE_CALLBACKS"
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +27,9 @@ def installed(tmp_path, monkeypatch):
     folder = tmp_path / "compile_callbacks-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: compile-callbacks\nVersion: 0\n")
-    lines = [f"{name} = {factory}" for name, factory in project["entry-points"][GROUP].items()]
-    (folder / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines]))
+    groups = {group: "\n".join(map(" = ".join, names.items())) for group, names in project["entry-points"].items()}
+    text = "\n".join(f"[{group}]\n{lines}" for group, lines in groups.items())
+    (folder / "entry_points.txt").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv(VARIABLE, raising=False)
     return tmp_path
@@ -41,19 +44,38 @@ def callback_of(run):
     return callback
 
 
-def test_without_the_variable_no_callback_is_added_and_a_trainer_does_not_import_the_compiler(installed, monkeypatch):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_the_variable_a_trainer_imports_no_compiler_and_gets_no_callback(package, installed, monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     assert not [callback for callback in trainer().callbacks if "compile" in type(callback).__module__]
     script = (
-        "import sys, lightning.pytorch as pl\nbefore = set(sys.modules)\n"
+        f"import sys, {package} as pl\nbefore = set(sys.modules)\n"
         "pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)\n"
-        "print(sorted(name for name in set(sys.modules) - before if name.startswith(('compile_callbacks', 'torch'))))"
+        "new = sorted(set(sys.modules) - before)\n"
+        "print([name for name in new if name.startswith(('compile_callbacks', 'torch', 'lightning.'))])"
     )
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("PYTHONPATH", f"{installed}{os.pathsep}{ROOT}")
     printed = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=installed)
     names = ["", ".background", ".callbacks", ".callbacks.from_environment"]
     assert printed.splitlines()[-1] == str([f"compile_callbacks{name}" for name in names])
+
+
+def test_the_mode_applies_in_the_trainer_of_the_package_pytorch_lightning(monkeypatch):
+    package = pytest.importorskip("pytorch_lightning")
+
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(8, 2)
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+    monkeypatch.setenv(VARIABLE, "default")
+    run = package.Trainer(**QUIET)
+    run.predict(Module(), loader(2))
+    assert callback_of(run).report.infer.graphs == 1
 
 
 def test_the_mode_applies_to_both_phases_and_a_wrong_one_fails_in_the_trainer(monkeypatch):
