@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import Any
 
@@ -30,12 +29,14 @@ class WeightWatch:
         self.are_suspect = True
         self._module = module
         self._weights: list[torch.Tensor] = []
+        self._versioned: list[torch.Tensor] = []  # the weights without inference tensors, which have no version
         self._seen: tuple[Any, ...] = ()  # hashes, addresses and versions
 
     def changed(self) -> bool:
         """Return whether a weight changed since the last call. The first call returns ``True``."""
         if self.are_suspect:
             self._weights = [*self._module.parameters(), *self._module.buffers()]
+            self._versioned = [weight for weight in self._weights if not weight.is_inference()]
         elif self._read_versions() == self._seen[1:]:
             return False
         self.are_suspect, before = False, self._seen
@@ -44,10 +45,10 @@ class WeightWatch:
         # Compiled code contains the addresses of weights that it does not fold. Moving the module changes them.
         return self._seen[:2] != before[:2]
 
-    def _read_versions(self) -> tuple[list[int], list[int]]:
-        # Maps of functions in C, because each step does this for hundreds of tensors.
-        has_version = itertools.filterfalse(torch.Tensor.is_inference, self._weights)
-        return list(map(torch.Tensor.data_ptr, self._weights)), list(map(_version, has_version))
+    def _read_versions(self) -> tuple[list[int], int]:
+        # Maps of functions in C, because each step does this for hundreds of tensors. A version never decreases, so the
+        # sum of the versions tells whether one has changed.
+        return list(map(torch.Tensor.data_ptr, self._weights)), sum(map(_version, self._versioned))
 
 
 def unwatchable_reason(target: Target) -> str | None:
