@@ -21,7 +21,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import torch
 from tables import Row, in_order, parser_for, print_table, save, say
@@ -126,8 +125,7 @@ def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: floa
             simulated.seconds += COMPILE_SECONDS
         seconds = simulated.step_seconds(compiled=variant.config is not None)
         is_sample = (sum(number.values()) - 1) % (4 + 10) >= 2 + WARMUP_STEPS
-        span = SimpleNamespace(milliseconds=lambda ms=1000 * seconds: ms)
-        contest.done(Step(variant=variant, workload=WORKLOAD, span=span, is_sample=is_sample))
+        contest.done(Step(variant=variant, workload=WORKLOAD, end=seconds, is_sample=is_sample))
     return "no difference" if contest.chosen.name == "eager" else "faster"
 
 

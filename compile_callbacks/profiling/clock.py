@@ -1,4 +1,4 @@
-"""The clock of all step times, which tests replace. `Span` measures a step."""
+"""The clock of all step times, which tests replace."""
 
 from __future__ import annotations
 
@@ -23,27 +23,3 @@ def now(device: torch.device | None = None, **step: Any) -> Any:
     event = event_class(enable_timing=True)
     event.record()
     return event
-
-
-class Span:
-    """The time between two points of a step. An accelerator measures the time by events, without a synchronization."""
-
-    def __init__(self, device: torch.device | None = None, start: Any = None) -> None:
-        self._device = device
-        self._start = now(device) if start is None else start
-        self._end: Any = None
-
-    def stop(self, **step: Any) -> None:
-        """End the span. ``step`` describes the step for `now`."""
-        self._end = now(self._device, start=self._start, **step)
-
-    def passed(self) -> bool:
-        """Return whether the device has passed the end."""
-        return isinstance(self._end, float) or bool(self._end.query())
-
-    def milliseconds(self) -> float:
-        """Wait until the device has passed the end, and return the time."""
-        if isinstance(self._end, float):
-            return float(self._end - self._start) * 1000
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end))

@@ -127,7 +127,7 @@ class PhaseRun:
 
     def end_step(self, step: Step, stage: Stage, loader: str, batch: Any, accumulated: str) -> None:
         """End a step: measure it, and tell the contest about it."""
-        if step.span is not None:
+        if step.timed_on is not None:
             if step.first or step.compiling or stage is not self._conditions[0]:
                 self._conditions = stage, self._describe_conditions(step, stage)
             conditions = f"{accumulated}, {self._conditions[1]}" if accumulated else self._conditions[1]

@@ -216,7 +216,7 @@ class Session:
         record = run.times.last
         if step and step.repeats and not first and record.untimed_left and ran.compiles == step.compiles:
             record.untimed_left -= 1
-            step.began = clock.seconds()
+            step.start = clock.seconds()
             step.graphs_before = ran.graphs
             recorder.step, self._search.in_step = run.times.number + 1, True
             if self.gpu.on_gpu:
@@ -240,7 +240,7 @@ class Session:
             variant=variant,
             first=first,
             wanted=wanted,
-            began=clock.seconds(),
+            start=clock.seconds(),
             compiles=ran.compiles,
             graphs_before=ran.graphs,
         )
@@ -251,7 +251,7 @@ class Session:
         if device.type == "cuda":
             run.memory.start(variant.name)
         run.times.begin(step, device)
-        return step.span is not None
+        return step.timed_on is not None
 
     def after_backward(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""

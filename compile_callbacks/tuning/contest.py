@@ -158,9 +158,9 @@ class Contest:
             return True
         trial, block, self._block = self.turns[0], self._block, []
         usual = self._usual = self._usual or _usual([step.workload for step in block if step.workload])
-        samples = [(s.workload, s.span) for s in block if s.is_sample and s.workload and s.span]
-        compared = [span for workload, span in samples if usual in (workload, workload._replace(shapes=()))]
-        ms = [span.milliseconds() for span in compared]  # synchronizes the GPU
+        samples = [(step, step.workload) for step in block if step.is_sample and step.workload]
+        compared = [step for step, workload in samples if usual in (workload, workload._replace(shapes=()))]
+        ms = [step.milliseconds(wait=True) for step in compared]
         # Plain data only, because a rank whose data cannot be pickled would let the others wait.
         measured = ms, self._facts(trial.variant), self.steps_left
         ms, trial.facts, self.steps_left = self._of_rank_zero(measured)

@@ -46,7 +46,6 @@ def test_a_steady_step_enters_few_functions():
     assert len(untimed) >= 0.4 * len(steady)
     assert len(usual) <= 8, usual
     assert len({file for file, _ in usual}) <= 5, usual
-    # One timed step in 64 also reads the times of the others.
     usual = sorted(timed, key=len)[len(timed) // 2]
     assert len(usual) <= 25, usual
 

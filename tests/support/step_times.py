@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -70,9 +70,10 @@ class TimedSteps:
         kept, kind = [], "compiled" if compiled else "eager"
         for ms in milliseconds:
             step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
-            step.workload = Workload("train")
-            step.span = SimpleNamespace(stop=lambda **step: None, passed=lambda: True, milliseconds=lambda ms=ms: ms)
-            self.timer.end(step, "train")
+            step.workload, step.timed_on = Workload("train"), torch.device("cpu")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(f"{CLOCK}.now", lambda *device, ms=ms, **step: ms / 1000)
+                self.timer.end(step, "train")
             kept.append(step.is_sample)
         return kept
 
