@@ -28,6 +28,10 @@ WINDOW_STEPS = 10
 MAX_WINDOWS = 32
 """The number of windows after which a record drops every second window."""
 
+_PEAK_STEPS = 5
+"""Number of steps of each variant whose memory is measured, including the recording of a CUDA graph. The number is
+small, because reading the allocator's statistics in each step would take too long."""
+
 StepKind = Literal["eager", "compiled"]
 """The kind of a step. A step is compiled if a compiled graph of this library ran in it."""
 
@@ -54,9 +58,11 @@ class Step:
     timed_on: torch.device | None = None  # the device that measures the time, or ``None`` if the step is not timed
     # Known at the end of the step:
     end: Any = None  # a result of `clock.now`
+    peak_before: int | None = None  # the process's peak of GPU memory at the start, or ``None`` if it is not measured
     kind: StepKind = "eager"
     mixed: bool = False  # whether a call ran eagerly although its target has a compiled graph
     compiling: bool = False  # whether torch compiled during the step
+    needs_more_memory: bool = False  # whether it did more than to record a CUDA graph
     number: int = 0  # in the phase, from 1
     workload: Workload | None = None  # of a timed step
     is_sample: bool = False  # whether its time may be compared with other steps of the workload
@@ -153,6 +159,14 @@ class PhaseTimes:
         that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs."""
         self._phase = phase
         self._records: dict[Any, _Record] = {}
+        self.peak_mib: dict[str | None, float] = {}
+        """The peak of GPU memory in the first steps of each variant, if a step raised the peak of the process.
+
+        The peak is that of the CUDA allocator on the current device, including weights and optimizer state. It is not
+        reset, because the user's own code may read it. With CUDA graphs, a replay allocates no memory, so the recording
+        is measured.
+        """
+        self._peaks: Counter[str | None] = Counter()  # the measured steps of each variant
         self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
         self._since_compile: Counter[str | None] = Counter()  # steps of each variant
         self._previous = Step(end=0.0)
@@ -166,6 +180,8 @@ class PhaseTimes:
             step.timed_on, step.start = device, clock.now(device)
         else:
             self.last.untimed_left -= 1
+        if device.type == "cuda" and self._peaks[step.variant.name] < _PEAK_STEPS:
+            step.peak_before = torch.cuda.max_memory_allocated()
 
     def end(self, step: Step, stage: str) -> None:
         """End a step, and set whether its time is a sample."""
@@ -178,6 +194,10 @@ class PhaseTimes:
             since[variant] = min(since[variant], WARMUP_STEPS - 1)
         since[variant] = 0 if step.compiling else since[variant] + 1
         self._previous = step
+        if step.peak_before is not None and not step.needs_more_memory:
+            self._peaks[variant] += 1
+            if (peak := torch.cuda.max_memory_allocated()) > step.peak_before:
+                self.peak_mib[variant] = peak / 2**20
         if not step.compiling:
             self.last = record
             if step.timed_on is None:

@@ -28,7 +28,10 @@ _VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
 _WITH_MARGIN = ("peak_memory_mib", "compile_seconds", "speedup")
 _PHASE_FIELDS = ("targets", "graphs", "graph_breaks", *_EVENTS, *_VERDICTS, *_WITH_MARGIN)
 _FIELDS = ("version", "call", "torch", "margin", *PHASES)
-_NEEDED = f"memory needs a GPU, and a speedup {MIN_SAMPLES} steps of each kind of one workload that vary little"
+_NEEDED = (
+    "memory needs compiled steps that raise the process's peak on a GPU, and a speedup "
+    f"{MIN_SAMPLES} steps of each kind of one workload that vary little"
+)
 
 
 class ContractError(ValueError):
@@ -158,9 +161,8 @@ def _figures(report: PhaseReport) -> dict[str, _Value]:
     never, (count, reason) = max(compiled.total() - len(verified), 0), counts["uncompared_graphs"]
     counts["uncompared_graphs"] = count + never, reason or "the run did not verify them"
     figures = {name: _Value(count, reason, count, count) for name, (count, reason) in counts.items()}
-    if (peak := details.peak_memory_mib or details.peak_memory_at_most_mib) is not None:
-        whose = "a compiled step" if details.peak_memory_mib else "the process"
-        figures["peak_memory_mib"] = _Value(peak, f"the highest peak of {whose}", peak, peak)
+    if (peak := details.peak_memory_mib) is not None:
+        figures["peak_memory_mib"] = _Value(peak, "the highest peak of a compiled step", peak, peak)
     low, high = details.speedup_interval or (1.0, 1.0)
     if (seconds := report.compile_seconds) is not None:
         compiles = sorted(details.events_of("compile"), key=lambda event: -event.get("seconds", 0))

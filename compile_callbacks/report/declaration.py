@@ -17,7 +17,6 @@ from compile_callbacks._utils.phases import Phase
 
 if TYPE_CHECKING:
     from compile_callbacks.profiling.events import CompileKey
-    from compile_callbacks.profiling.memory import PeakMemory
     from compile_callbacks.profiling.recorder import CompileRecorder
     from compile_callbacks.profiling.step_times import PhaseTimes, Savings, StepTimes
 
@@ -41,7 +40,6 @@ class PhaseFacts:
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
     timer: PhaseTimes
-    memory: PeakMemory
     trials: tuple[dict[str, Any], ...]
     waits: bool  # whether the helper process still compiles a graph
 

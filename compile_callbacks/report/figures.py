@@ -18,10 +18,6 @@ from compile_callbacks.profiling.events import Result, Verdict
 from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, PhaseFacts, cell, chosen_candidate, figure
 
 
-def _peak(name: str) -> Callable[[Any], str]:
-    return lambda d: cell(getattr(d, f"{name}_mib") or getattr(d, f"{name}_at_most_mib"), "{:.0f}")
-
-
 def _pair(left: str, right: str) -> Callable[[Any], str]:
     def form(report: PhaseReport) -> str:
         both = operator.attrgetter(left, right)(report)
@@ -86,26 +82,17 @@ class PhaseDiagnostics(Figures):
         comparison = self.facts.times.comparison
         return (comparison.low, comparison.high) if comparison else ()
 
-    @figure("speed", _peak("eager_peak_memory"))
+    @figure("speed", "{:.0f}")
     def eager_peak_memory_mib(self) -> float | None:
-        """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. If these steps did not raise the
-        peak of the process, the row shows the peak of the process."""
-        return self.facts.memory.peak_mib(EAGER)
+        """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. `None` if these steps did not
+        raise the peak of the process."""
+        return self.facts.timer.peak_mib.get(EAGER)
 
-    @figure()
-    def eager_peak_memory_at_most_mib(self) -> float | None:
-        """An upper bound of this peak if eager steps did not raise the peak of the process."""
-        return self.facts.memory.peak_mib(EAGER, raised=False)
-
-    @figure("speed", _peak("peak_memory"), row="compiled peak memory MiB", scalar="step/PHASE/peak_memory_mib")
+    @figure("speed", "{:.0f}", row="compiled peak memory MiB", scalar="step/PHASE/peak_memory_mib")
     def peak_memory_mib(self) -> float | None:
-        """Peak GPU memory of a compiled step, in MiB."""
-        return self.facts.memory.peak_mib(self.facts.candidate)
-
-    @figure()
-    def peak_memory_at_most_mib(self) -> float | None:
-        """An upper bound of this peak if compiled steps did not raise the peak of the process."""
-        return self.facts.memory.peak_mib(self.facts.candidate, raised=False)
+        """Peak GPU memory of a compiled step, in MiB. `None` if these steps did not raise the peak of the process, as
+        after eager steps or a comparison that need more: `baseline_steps=0` and `verify="off"` leave these out."""
+        return self.facts.timer.peak_mib.get(self.facts.candidate)
 
     @figure()
     def load_seconds(self) -> float | None:

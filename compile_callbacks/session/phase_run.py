@@ -1,4 +1,4 @@
-"""`PhaseRun`: everything about one phase of a `Session`: its settings, its contest, its step times and its memory."""
+"""`PhaseRun`: everything about one phase of a `Session`: its settings, its contest and its step times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARI
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompileKey
-from compile_callbacks.profiling.memory import PeakMemory
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
 from compile_callbacks.tuning.candidates import CompileFacts
@@ -51,7 +50,7 @@ class PhaseRun:
         print_line: Callable[[str], None],
     ) -> None:
         self.phase, self.settings = phase, settings
-        self.times, self.memory = PhaseTimes(phase), PeakMemory()
+        self.times = PhaseTimes(phase)
         self.is_settled = False
         """Whether the session has acted on the last decision of the contest."""
         self.precision = ""
@@ -134,12 +133,11 @@ class PhaseRun:
             step.workload = Workload(loader, conditions, signature(batch))
             if step.first or step.compiling:
                 self._conditions = None, ""  # because the next step may differ
+        if step.compiling:
+            events = self.events("compile", "verify", candidate=step.variant.name)
+            parts = {event.part for event in events if event.step == self.times.number + 1}
+            step.needs_more_memory = parts != {"cudagraph"}
         self.times.end(step, loader)
-        if self.contest.conditions.device.type == "cuda":
-            # Replays of a CUDA graph allocate nothing, so the step that records it is measured. Other compiles are not.
-            events = self.events("compile", "verify", candidate=step.variant.name) if step.compiling else ()
-            parts = {event.part for event in events if event.step == self.times.number}
-            self.memory.stop(step.variant.name, traced=step.compiling and parts != {"cudagraph"})
         if self.contest.turns:
             self.is_settled &= not self.contest.done(step)
 

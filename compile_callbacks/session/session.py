@@ -247,10 +247,7 @@ class Session:
         recorder.step = run.times.number + 1
         if self._helper is not None:
             self._helper.poll()
-        device = run.contest.conditions.device
-        if device.type == "cuda":
-            run.memory.start(variant.name)
-        run.times.begin(step, device)
+        run.times.begin(step, run.contest.conditions.device)
         return step.timed_on is not None
 
     def after_backward(self) -> None:
@@ -317,7 +314,6 @@ class Session:
                 target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,
                 timer=run.times,
-                memory=run.memory,
                 waits=requests.waits(phase, None),
                 trials=tuple(trial.to_dict() for trial in run.contest.reported),
             )
