@@ -110,9 +110,6 @@ class CompileEvent:
     noisy_tensors: int = 0
     code: str | None = None
 
-    def __post_init__(self) -> None:
-        assert self.kind in EVENT_KINDS
-
     @property
     def key(self) -> CompileKey:
         """The target, the phase and the candidate."""

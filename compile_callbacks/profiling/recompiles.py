@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from compile_callbacks._utils.messages import in_one_line
 
@@ -11,23 +10,11 @@ _ARGUMENT = re.compile(r"^(?:args\[(\d+)\]|kwargs\[('\w+')\])(.*)$")
 _MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
 _ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
 
-_RESULT = "a result at the graph break"
-
-OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
-"""A part of the reason of a recompile: torch also compiles an inference graph in the other grad mode."""
-
-
-class Recompile(NamedTuple):
-    """The reason for a recompile."""
-
-    reason: str  # the failed guard as a plain sentence, or torch's text if the guard is unknown here
-    fix: str | None = None  # advice that avoids the recompile
-
-
 _DYNAMIC = '{mode}={{"dynamic": True}}'
 _DROP_LAST = f"drop_last=True in the DataLoader, or {_DYNAMIC}, avoids it"
 _TENSOR, _NUMBER = r"tensor '(?P<what>.*)' ", r" == (?P<was>-?\d\S*)$"
 _SIZE = _TENSOR + "size mismatch at index "
+OTHER_GRAD_MODE = "is used under inference_mode, was under no_grad"
 _GUARDS: tuple[tuple[str, str, str | None], ...] = (
     (_SIZE + r"0\. expected (?P<was>\d+), actual (?P<now>\d+)", "batch size {now}, was {was}, of {what}", _DROP_LAST),
     (_SIZE + r"(?P<dimension>\d+)\. expected (?P<was>\d+), actual (?P<now>\d+)",
@@ -50,16 +37,16 @@ _GUARDS: tuple[tuple[str, str, str | None], ...] = (
 """The pattern of a failed guard of torch 2.11 to 2.15 that training often causes, a plain sentence, and advice."""
 
 
-def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") -> Recompile:
-    """Translate a failed guard, and return torch's text of a guard that `_GUARDS` does not contain.
+def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") -> tuple[str, str | None]:
+    """Return a failed guard as a plain sentence, or torch's text of an unknown guard, and advice that avoids it.
 
     Example::
 
-        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8").reason
+        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8")[0]
         'batch size 8, was 32'
     """
     if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":
-        return Recompile("torch gives no reason")
+        return "torch gives no reason", None
     first_line = re.sub(r"^\d+/\d+: ", "", torchs_reason.strip().splitlines()[0])
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first_line.split("  #")[0].strip())
     for pattern, reason, fix in _GUARDS:
@@ -67,10 +54,8 @@ def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") ->
             values = match.groupdict() | {"what": _subject(match["what"]), "guard": guard}
             if reason.startswith("dtype"):
                 values |= {name: values[name].lower() for name in ("was", "now")}
-            return Recompile(
-                reason.format(**values).removesuffix(", of argument 0"), fix and fix.format(mode=mode_argument)
-            )
-    return Recompile(guard)
+            return reason.format(**values).removesuffix(", of argument 0"), fix and fix.format(mode=mode_argument)
+    return guard, None
 
 
 def short_reason(reason: str) -> str:
@@ -90,7 +75,7 @@ def short_reason(reason: str) -> str:
 def _subject(expression: str) -> str:
     """Return the user's name of the guarded value."""
     if re.match(r"___stack\d+", expression):
-        return _RESULT
+        return "a result at the graph break"
     if argument := _ARGUMENT.match(expression):
         return f"argument {argument[1] or argument[2]}{argument[3]}"
     path = _MODULE.findall(expression)

@@ -13,7 +13,7 @@ from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, Recompile, explain_recompile
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, explain_recompile
 
 
 class CallInProgress:
@@ -64,7 +64,6 @@ class _Calling(threading.local):
     current: CallInProgress | None = None  # the innermost call of a target
     compile: CompileEvent | None = None  # the running compile; attributes get their values while it runs
     began = 0.0
-    other_grad_mode: tuple[Recompile, int] | None = None  # why it compiles, and the number of cache hits before it
 
 
 class CompileRecorder:
@@ -140,15 +139,14 @@ class CompileRecorder:
             self._keys[args.compile_id] = calling.current.key
         elif trigger == "DYNAMO":
             self._keys.pop(args.compile_id, None)  # because the id belongs to other code after torch.compiler.reset()
-        calling.compile = calling.other_grad_mode = None
+        calling.compile = None
         if (key := self._keys.get(args.compile_id)) is None:
             return
         if trigger == "DYNAMO" and (reason := _torch.events.recompile_reason()):
-            explained = explain_recompile(reason, self.mode_arguments[key.phase])
-            if OTHER_GRAD_MODE in explained.reason:
-                calling.other_grad_mode = explained, _torch.events.cache_hits()
-            else:
-                self.record("recompile", key, **explained._asdict())
+            explained, fix = explain_recompile(reason, self.mode_arguments[key.phase])
+            # Validation within and outside fit compiles one graph twice, the second time from torch's cache.
+            if OTHER_GRAD_MODE not in explained:
+                self.record("recompile", key, reason=explained, fix=fix)
         calling.compile, calling.began = self._event("compile", key, part=_PARTS.get(trigger, "graph")), clock.now()
         self.progress.compile_begins(key)
 
@@ -162,10 +160,6 @@ class CompileRecorder:
         self.progress.compile_ends()
         event.seconds, key = clock.now() - self.calling.began, event.key
         self._add(event)
-        explained, hits = self.calling.other_grad_mode or (None, 0)
-        # Validation within and outside fit compiles the same graph twice. A cache hit takes almost no time.
-        if explained is not None and hits == _torch.events.cache_hits():
-            self.record("recompile", key, **explained._asdict())
         # torch counts a graph break once for each frame that contains it, and again for each recompile.
         known = [(event.reason, event.file, event.line) for event in self.events_of(key, "graph_break")]
         for graph_break in dict.fromkeys(breaks):
@@ -175,9 +169,9 @@ class CompileRecorder:
     def limit_reached(self, key: CompileKey) -> None:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if all(event.code != "CC103" for event in self.events_of(key, "fallback")):
-            last = explain_recompile(_torch.events.last_recompile_reason(), self.mode_arguments[key.phase])
-            reason = f"torch's recompile limit is reached; the last reason: {last.reason}"
-            self.record("fallback", key, reason=reason, fix=last.fix, code="CC103")
+            last, fix = explain_recompile(_torch.events.last_recompile_reason(), self.mode_arguments[key.phase])
+            reason = f"torch's recompile limit is reached; the last reason: {last}"
+            self.record("fallback", key, reason=reason, fix=fix, code="CC103")
 
     # ------------------------------------------------------------------------------------------ recording
 
