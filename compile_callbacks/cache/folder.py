@@ -112,7 +112,7 @@ def _make_private(folder: Path) -> None:
 
 VERSION = 1
 
-_SECTIONS = ("winners", "shapes", "compile_seconds")
+_SECTIONS = ("winners", "shapes")
 _MAX_ENTRIES = 50  # in each section, so that a new batch size in each run does not fill the file
 
 
@@ -122,7 +122,6 @@ class ModelRecord:
 
     - ``"winners"``: for each set of conditions, the winner of a `Tune`.
     - ``"shapes"``: for each phase and target, the input dimensions that vary.
-    - ``"compile_seconds"``: for each phase and target, the time of the longest compile.
 
     A file that is missing, damaged or of another version counts as empty. If the file cannot be written, the run
     continues.

@@ -24,7 +24,7 @@ from compile_callbacks.tuning.contest import Contest
 from compile_callbacks.tuning.tune import PhaseConfig, Tune
 
 LEAST_SECONDS = 60.0
-"""The duration of the rest of a run for which a compile is requested, unless an earlier run recorded its duration."""
+"""The duration of the rest of a run for which a compile is requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class PhaseRun:
         """Return whether the rest of the run is too short to repay a compile, and record it once."""
         eager_ms = median_ms(self.times.times().eager_ms)
         seconds = self.contest.steps_left * eager_ms / 1000 if eager_ms else float("inf")
-        is_short = seconds < (2 * self._recorder.progress.known_seconds(self.phase) or LEAST_SECONDS)
+        is_short = seconds < LEAST_SECONDS
         if is_short and not self.events("not_requested"):
             self.record("not_requested", f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)")
         return is_short

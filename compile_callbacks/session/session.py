@@ -143,7 +143,6 @@ class Session:
             path = cache.folder / f"model-{model}.json"
             record = ModelRecord(path, read_only=rank > 0 or not cache.active)
             self._switch.observed.restore(record.load()["shapes"])
-            recorder.progress.restore(record.load()["compile_seconds"])
             targets, passes = arguments.targets or (), settings.passes
             known = conditions(
                 model=model, targets=targets, passes=passes, precision=precision, device=device, ranks=ranks
@@ -360,5 +359,3 @@ class Session:
             self._tell(findings.unused_cache(self._recorder.events))
         for phase, varying in self._switch.observed.state().items():
             record.update("shapes", phase, varying)
-        for phase, seconds in self._recorder.progress.state().items():
-            record.update("compile_seconds", phase, seconds)

@@ -179,7 +179,7 @@ def test_compile_workers_that_started_earlier_use_the_folder_and_a_second_proces
 
 # ------------------------------------------------------------------------------------------ the file of a model
 
-EMPTY = {"version": 1, "winners": {}, "shapes": {}, "compile_seconds": {}}
+EMPTY = {"version": 1, "winners": {}, "shapes": {}}
 
 
 def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
@@ -201,7 +201,7 @@ def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
         b"[" * 200_000,
         b"\xff\xfe\x00",
         b'{"version": 2, "winners": {"k": {}}}',
-        b'{"version": 1, "winners": null, "shapes": ["k"], "compile_seconds": {"k": null, "l": "default"}}',
+        b'{"version": 1, "winners": null, "shapes": {"k": null, "l": "default"}}',
         b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",
     ],
 )

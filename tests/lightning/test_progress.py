@@ -28,15 +28,11 @@ def slow(**settings):
     return InductorCompile("default", None, passes=[Slow(0.2)], baseline_steps=0, verify="off", **settings)
 
 
-def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took_last_time(impatient, logged, tmp_path):
-    for _ in range(2):
-        callback = slow(cache_dir=tmp_path / "cache")
-        with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
-            fit(callback, train=2, validation=None)
+def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took(impatient, logged, tmp_path):
+    with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
+        fit(slow(cache_dir=tmp_path / "cache"), train=2, validation=None)
     assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
-    first, second = [line for line in logged() if line.startswith(f"{NET} ...")]
-    assert first == f"{NET} ..."
-    assert second.endswith(" s in the last run)")
+    assert logged().count(f"{NET} ...") == 1
     assert any(line.startswith(f"{NET} took ") for line in logged())
 
 
