@@ -99,6 +99,16 @@ def test_the_run_equals_eager(row):
     check(row)
 
 
+def test_hooks_that_come_after_the_first_compile_run():
+    module, x = compile_phases(zoo.around(nn.ReLU()), infer_mode=None), torch.ones(3, FEATURES)
+    before = module(x)
+    handle = module[2].register_forward_hook(lambda layer, args, output: output + 1)
+    torch.testing.assert_close(module(x), before + 1)
+    handle.remove()
+    torch.testing.assert_close(module(x), before)
+    restore(module)
+
+
 def test_hooks_on_tensors_see_one_backward_pass():
     module, seen = compile_phases(zoo.around(nn.ReLU()), verify="raise"), []
     x = torch.randn(3, FEATURES, requires_grad=True)
