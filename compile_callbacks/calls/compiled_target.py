@@ -74,7 +74,7 @@ class CompiledTarget:
             calling.current = outer
             # torch runs none of its graphs for example at its recompile limit.
             if call.partly_eager or executions.graphs == graphs_before:
-                self._count_eager_call(graphs_before, missed=call.missed)
+                executions.eager_calls[self.key] += 1
         if failed:  # if the user's code raised the error, this raises it again with the user's traceback
             result = member.eager(*args, **kwargs)
         if call.eventful:
@@ -97,16 +97,8 @@ class CompiledTarget:
             self.log.issue_warnings()
         runs_eagerly = is_transformed or bool(mode) or (self.log.runs_eagerly and not in_checkpoint)
         if runs_eagerly and not within_miss:  # otherwise, the outer call counts
-            self._count_eager_call(self._recorder.executions.graphs)
+            self._recorder.executions.eager_calls[self.key] += 1
         return runs_eagerly
-
-    def _count_eager_call(self, graphs_before: int, *, missed: bool = False) -> None:
-        """Count a call that ran eagerly, or of which a part did."""
-        executions = self._recorder.executions
-        executions.eager_calls[self.key] += 1
-        # If the same part runs eagerly in each call, its step times can be compared.
-        varies = missed or executions.graphs == graphs_before or self.backend.waits
-        executions.mixed |= self.backend.graphs > 0 and varies
 
     def _settle(self, call: CallInProgress) -> None:
         """Act on what happened in a call."""

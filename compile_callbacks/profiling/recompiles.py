@@ -6,10 +6,6 @@ import re
 
 from compile_callbacks._utils.messages import in_one_line
 
-_ARGUMENT = re.compile(r"^(?:args\[(\d+)\]|kwargs\[('\w+')\])(.*)$")
-_MODULE = re.compile(r"_(?:modules|parameters|buffers)\['([^']+)'\]")
-_ATTRIBUTE = re.compile(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)")
-
 _DYNAMIC = '{mode}={{"dynamic": True}}'
 _DROP_LAST = f"drop_last=True in the DataLoader, or {_DYNAMIC}, avoids it"
 _TENSOR, _NUMBER = r"tensor '(?P<what>.*)' ", r" == (?P<was>-?\d\S*)$"
@@ -31,8 +27,6 @@ _GUARDS: tuple[tuple[str, str, str | None], ...] = (
     (r"(?P<what>___stack\d+)" + _NUMBER, "value of {what}: no longer {was}", "removing the graph break avoids it"),
     (r"(?P<what>\S*module\S+)" + _NUMBER, "value of {what}: no longer {was}", "a buffer in its place avoids it"),
     (r"(?P<what>[\w\[\]'.]+)" + _NUMBER, "value of {what}: no longer {was}", "passing a tensor avoids it"),
-    # In the hooks of Lightning's profiler.
-    (r"(?P<what>record_name) == ", "{guard}", "profiler=PyTorchProfiler(record_module_names=False) avoids it"),
 )  # fmt: skip
 """The pattern of a failed guard of torch 2.11 to 2.15 that training often causes, a plain sentence, and advice."""
 
@@ -51,7 +45,7 @@ def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") ->
     guard = re.sub(r"___as_tensor\((.+)\)\.item\(\)", r"\1", first_line.split("  #")[0].strip())
     for pattern, reason, fix in _GUARDS:
         if match := re.match(pattern, guard):
-            values = match.groupdict() | {"what": _subject(match["what"]), "guard": guard}
+            values = match.groupdict() | {"what": _subject(match["what"])}
             if reason.startswith("dtype"):
                 values |= {name: values[name].lower() for name in ("was", "now")}
             return reason.format(**values).removesuffix(", of argument 0"), fix and fix.format(mode=mode_argument)
@@ -76,9 +70,9 @@ def _subject(expression: str) -> str:
     """Return the user's name of the guarded value."""
     if re.match(r"___stack\d+", expression):
         return "a result at the graph break"
-    if argument := _ARGUMENT.match(expression):
+    if argument := re.match(r"(?:args\[(\d+)\]|kwargs\[('\w+')\])(.*)$", expression):
         return f"argument {argument[1] or argument[2]}{argument[3]}"
-    path = _MODULE.findall(expression)
-    if attribute := _ATTRIBUTE.fullmatch(expression):
+    path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", expression)
+    if attribute := re.fullmatch(r"module(?:\._modules\['[^']+'\])*\.([a-z]\w*)", expression):
         path.append(attribute[1])
     return repr(".".join(path)) if path else expression

@@ -51,7 +51,6 @@ class Executions:
     graphs: int = 0  # the number of executions of compiled graphs
     # The number of calls of each target that ran eagerly, in whole or in part, in steps that compile.
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
-    mixed: bool = False  # whether such a call in the running step belongs to a target that has compiled graphs
     compiles: int = 0
     resets: int = 0  # the number of calls of ``torch.compiler.reset()`` during the runs
     pass_runs: list[tuple[CompileKey, dict[str, Any]]] = field(default_factory=list)  # of custom graph passes, in order

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,8 +30,8 @@ MAX_WINDOWS = 32
 """The number of windows after which a record drops every second window."""
 
 _PEAK_STEPS = 5
-"""Number of steps of each variant whose memory is measured, including the recording of a CUDA graph. The number is
-small, because reading the allocator's statistics in each step would take too long."""
+"""Number of steps after a compile whose memory is measured, including the recording of a CUDA graph. Reading the
+allocator's statistics in each step would take too long."""
 
 StepKind = Literal["eager", "compiled"]
 """The kind of a step. A step is compiled if a compiled graph of this library ran in it."""
@@ -60,7 +61,6 @@ class Step:
     end: Any = None  # a result of `clock.now`
     peak_before: int | None = None  # the process's peak of GPU memory at the start, or ``None`` if it is not measured
     kind: StepKind = "eager"
-    mixed: bool = False  # whether a call ran eagerly although its target has a compiled graph
     compiling: bool = False  # whether torch compiled during the step
     needs_more_memory: bool = False  # whether it did more than to record a CUDA graph
     number: int = 0  # in the phase, from 1
@@ -80,14 +80,14 @@ class Step:
 class StepTimes(NamedTuple):
     """Step times of equal workload, eager and compiled."""
 
-    eager_ms: tuple[float, ...] = ()  # eager samples, in milliseconds
-    windows: tuple[tuple[float, ...], ...] = ()  # compiled samples, in the windows in which they were measured
+    eager_ms: Sequence[float] = ()  # eager samples, in milliseconds
+    windows: Sequence[Sequence[float]] = ()  # compiled samples, in the windows in which they were measured
     workload: Workload | None = None  # ``None`` if there are no samples
 
     @property
-    def compiled_ms(self) -> tuple[float, ...]:
+    def compiled_ms(self) -> Sequence[float]:
         """Compiled samples, in milliseconds."""
-        return tuple(itertools.chain(*self.windows))
+        return list(itertools.chain(*self.windows))
 
     @property
     def comparison(self) -> Comparison | None:
@@ -99,13 +99,6 @@ class StepTimes(NamedTuple):
         """The saved time of a compiled step divided by its time, or 0 if the steps cannot be compared."""
         found = self.comparison
         return 0.0 if found is None or found.outcome == "not comparable" else found.ratio - 1
-
-
-class Savings(NamedTuple):
-    """The time that compiling saved so far."""
-
-    net_seconds: float  # the time saved by all steps, including steps in which torch compiled
-    break_even_steps: float  # the compiled steps after which the net is positive; infinite if steps save no time
 
 
 @dataclass
@@ -160,17 +153,15 @@ class PhaseTimes:
         self._phase = phase
         self._records: dict[Any, _Record] = {}
         self.peak_mib: dict[str | None, float] = {}
-        """The peak of GPU memory in the first steps of each variant, if a step raised the peak of the process.
+        """The peak of GPU memory in steps of each variant, if a step raised the peak of the process.
 
         The peak is that of the CUDA allocator on the current device, including weights and optimizer state. It is not
         reset, because the user's own code may read it. With CUDA graphs, a replay allocates no memory, so the recording
         is measured.
         """
-        self._peaks: Counter[str | None] = Counter()  # the measured steps of each variant
         self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
         self._since_compile: Counter[str | None] = Counter()  # steps of each variant
-        self._previous = Step(end=0.0)
-        self._last_timed = self._previous
+        self._last_timed = Step(end=0.0)
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -180,7 +171,7 @@ class PhaseTimes:
             step.timed_on, step.start = device, clock.now(device)
         else:
             self.last.untimed_left -= 1
-        if device.type == "cuda" and self._peaks[step.variant.name] < _PEAK_STEPS:
+        if device.type == "cuda" and self._since_compile[step.variant.name] < _PEAK_STEPS:
             step.peak_before = torch.cuda.max_memory_allocated()
 
     def end(self, step: Step, stage: str) -> None:
@@ -190,22 +181,20 @@ class PhaseTimes:
         key = variant, step.kind, step.compiling, stage
         record = self._records.setdefault(key, _Record(*key))
         record.steps += 1
-        if variant != self._previous.variant.name:
+        if variant != self.last.variant:
             since[variant] = min(since[variant], WARMUP_STEPS - 1)
         since[variant] = 0 if step.compiling else since[variant] + 1
-        self._previous = step
-        if step.peak_before is not None and not step.needs_more_memory:
-            self._peaks[variant] += 1
-            if (peak := torch.cuda.max_memory_allocated()) > step.peak_before:
-                self.peak_mib[variant] = peak / 2**20
+        before = None if step.needs_more_memory else step.peak_before
+        if before is not None and (peak := torch.cuda.max_memory_allocated()) > before:
+            self.peak_mib[variant] = peak / 2**20
         if not step.compiling:
             self.last = record
             if step.timed_on is None:
                 return
         workload = None if step.compiling else step.workload
         step.end = clock.now(step.timed_on, start=step.start, phase=self._phase, candidate=variant, workload=workload)
-        # A step that ran eagerly although its variant compiles is a sample of neither, and nor is a mixed step.
-        is_of_kind = not step.mixed and (step.kind != "eager" or step.variant.config is None)
+        # A step that ran eagerly although its variant compiles is a sample of neither.
+        is_of_kind = step.kind != "eager" or step.variant.config is None
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
         shapes = hash((variant, step.kind, workload and workload.shapes))
         is_known = workload is not None and shapes in self._shapes
@@ -227,19 +216,14 @@ class PhaseTimes:
             steps[record.kind] += record.steps * (record.variant == variant)
         return +steps
 
-    def windows(
-        self, variant: str | None = None, kind: StepKind = "compiled"
-    ) -> dict[Workload, tuple[tuple[float, ...], ...]]:
+    def windows(self, variant: str | None = None, kind: StepKind = "compiled") -> Mapping[Workload, list[list[float]]]:
         """Return the samples in milliseconds by workload, in windows."""
-        by_workload: dict[Workload, tuple[tuple[float, ...], ...]] = {}
+        by_workload: defaultdict[Workload, list[list[float]]] = defaultdict(list)
         for key, record in self._records.items():
             for window in record.windows if key[:3] == (variant, kind, False) else ():
-                of_window: defaultdict[Any, list[float]] = defaultdict(list)
-                for step in window:
-                    if step.is_sample and (ms := step.milliseconds()) is not None:
-                        of_window[step.workload].append(ms)
-                for workload, times in of_window.items():
-                    by_workload[workload] = (*by_workload.get(workload, ()), tuple(times))
+                samples = [(s.workload, ms) for s in window if s.is_sample and (ms := s.milliseconds()) is not None]
+                for workload in dict.fromkeys(workload for workload, _ in samples if workload):
+                    by_workload[workload].append([ms for other, ms in samples if other == workload])
         return by_workload
 
     def times(self, variant: str | None = None) -> StepTimes:
@@ -247,12 +231,13 @@ class PhaseTimes:
         eager, compiled = self.windows(EAGER, "eager"), self.windows(variant)
         counts = Counter({workload: sum(map(len, windows)) for workload, windows in (compiled or eager).items()})
         for workload, _ in counts.most_common(1):
-            return StepTimes(tuple(itertools.chain(*eager.get(workload, ()))), compiled.get(workload, ()), workload)
+            return StepTimes(list(itertools.chain(*eager.get(workload, ()))), compiled.get(workload, ()), workload)
         return StepTimes()
 
-    def savings(self, variant: str | None = None, other_seconds: float = 0.0) -> Savings | None:
-        """Return the time that compiled steps saved, or ``None`` without a factor between eager and compiled steps.
+    def savings(self, variant: str | None = None, other_seconds: float = 0.0) -> tuple[float, float] | None:
+        """Return the seconds that all steps saved, and the compiled steps after which they are positive, or infinity.
 
+        Without a factor between eager and compiled steps, return ``None``. Steps in which torch compiled are a cost.
         Each compiled step saves the same share of its time: the share by which the medians of `times` differ. So the
         speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
         in which torch compiled count. The break-even is about steps of ``variant``. The time that steps of other
@@ -277,7 +262,7 @@ class PhaseTimes:
                 else:
                     cost_ms -= saved
         break_even_steps = max(0.0, cost_ms * count / saved_ms) if saved_ms > 0 else math.inf
-        return Savings((saved_ms - cost_ms) / 1000, break_even_steps)
+        return (saved_ms - cost_ms) / 1000, break_even_steps
 
     def series(self) -> tuple[dict[str, Any], ...]:
         """Return the step times as one mapping for each kind of step and candidate: the figure ``series``."""

@@ -18,7 +18,7 @@ from compile_callbacks._utils.phases import Phase
 if TYPE_CHECKING:
     from compile_callbacks.profiling.events import CompileKey
     from compile_callbacks.profiling.recorder import CompileRecorder
-    from compile_callbacks.profiling.step_times import PhaseTimes, Savings, StepTimes
+    from compile_callbacks.profiling.step_times import PhaseTimes, StepTimes
 
 _T = TypeVar("_T")
 
@@ -57,15 +57,15 @@ class PhaseFacts:
         return self.timer.times(self.candidate)
 
     @functools.cached_property
-    def savings(self) -> Savings | None:
-        """The time that compiling saved, or ``None`` if nothing was compiled or compared."""
+    def savings(self) -> tuple[float | None, float | None]:
+        """The net seconds saved and the break-even steps, or twice ``None`` if nothing was compiled or compared."""
         compiles = [event for event in self.recorder.events if event.kind == "compile"]
         ours = [event for event in compiles if event.phase == self.phase]
         if not ours:
-            return None
+            return None, None
         outside_steps = self.recorder.executions.import_seconds if compiles[0] is ours[0] else 0.0
         outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
-        return self.timer.savings(self.candidate, outside_steps)
+        return self.timer.savings(self.candidate, outside_steps) or (None, None)
 
 
 def chosen_candidate(trials: Sequence[Mapping[str, Any]]) -> str | None:

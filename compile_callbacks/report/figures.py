@@ -315,14 +315,14 @@ class PhaseReport(Figures):
     def net_seconds_saved(self) -> float | None:
         """The seconds that all steps since the baseline [saved](measuring.md#break-even-steps). `None` if the baseline
         of the workload has fewer than five samples, or if the verdict is `not comparable`."""
-        return self.facts.savings.net_seconds if self.facts.savings else None
+        return self.facts.savings[0]
 
     @figure("speed", "{:.0f}", row="break-even steps", scalar="step/PHASE/break_even_steps")
     def break_even_steps(self) -> float | None:
         """Number of compiled steps after which `net_seconds_saved` is positive. Infinite if compiled steps are slower,
         and `None` without a speedup. [Not the quotient](measuring.md#break-even-steps) of compile time and median
         saving."""
-        return self.facts.savings.break_even_steps if self.facts.savings and self.speedup else None
+        return self.facts.savings[1] if self.speedup else None
 
     @figure(default=PhaseDiagnostics())
     def diagnostics(self) -> PhaseDiagnostics:

@@ -221,7 +221,7 @@ class Session:
             if self.gpu.on_gpu:
                 self.gpu.step_begins(stage.phase, step.variant)
             return False
-        self._step, ran.mixed = None, False
+        self._step = None
         if first:
             self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.contest.next()
@@ -271,7 +271,7 @@ class Session:
             run.times.number += 1
             run.times.last.steps += 1
             return
-        step.kind, step.mixed = kind, ran.mixed
+        step.kind = kind
         if ran.compiles != step.compiles:
             recorder.collect()
             step.compiling = True
