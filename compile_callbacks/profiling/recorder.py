@@ -1,19 +1,29 @@
-"""`CompileRecorder`: records each compile with its target and phase, from the signals that torch sends."""
+"""`CompileRecorder`: records each compile with its target and phase, from torch's signals. `CompileProgress` prints."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
 from compile_callbacks.profiling import clock
-from compile_callbacks.profiling.events import CompileEvent, CompileKey, CompilePart, EventKind
-from compile_callbacks.profiling.progress import CompileProgress
-from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, explain_recompile
+from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, CompilePart, EventKind
+from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, explain_recompile, short_reason
+
+FIRST_LINE_SECONDS = 1.0
+"""The time after which a compile gets its first line."""
+
+LINE_SECONDS = 8.0
+"""The time between two lines of the same compile."""
+
+MAX_LINES = 3
+"""The maximum number of lines for each kind of event and phase."""
 
 
 class CallInProgress:
@@ -65,6 +75,46 @@ class _Calling(threading.local):
     began = 0.0
 
 
+class CompileProgress:
+    """Prints the target, phase and duration of each compile, and the reasons for recompiles and fallbacks."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
+        self._timer: threading.Timer | None = None  # prints the lines of the running compile
+        self._events: Counter[tuple[str, Phase]] = Counter()
+
+    def compile_begins(self, key: CompileKey) -> None:
+        """Print a line after one second of compiling, and more lines until `compile_ends`."""
+        what, started = f"{key.target!r} for the {key.phase} phase", time.perf_counter()
+
+        def print_lines() -> None:
+            self._print_line(f"compiling {what} ...")
+            while not timer.finished.wait(LINE_SECONDS):
+                self._print_line(f"still compiling {what}: {time.perf_counter() - started:.0f} s")
+            self._print_line(f"compiling {what} took {time.perf_counter() - started:.1f} s")  # also if it failed
+
+        timer = self._timer = threading.Timer(FIRST_LINE_SECONDS, print_lines)
+        timer.daemon = True  # because another thread would keep an interrupted interpreter alive
+        timer.start()
+
+    def compile_ends(self) -> None:
+        """Stop printing the lines of `compile_begins`."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def show(self, event: CompileEvent) -> None:
+        """Print the reason for an event, unless the phase already has `MAX_LINES` lines of this kind."""
+        self._events[event.kind, event.phase] += 1
+        count, form = self._events[event.kind, event.phase], EVENT_KINDS[event.kind].line
+        if form and count <= MAX_LINES:
+            where = f" at {Path(event.file).name}:{event.line}" if event.file else ""
+            reason = short_reason(event.reason or "torch gives no reason")
+            line = form.format(target=f"{event.target!r} ({event.phase})", reason=reason, where=where)
+            line += f"; {event.fix}" if event.fix else ""
+            further = f" (further events: report.{event.phase}.diagnostics.events)"
+            self._print_line(line + further * (count == MAX_LINES))
+
+
 class CompileRecorder:
     """Listens to torch's compile events while compiled targets run, and keeps a list of `CompileEvent` objects.
 
@@ -73,10 +123,13 @@ class CompileRecorder:
     """
 
     def __init__(
-        self, *, progress: CompileProgress | None = None, mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS
+        self,
+        *,
+        print_line: Callable[[str], None] = lambda line: None,
+        mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS,
     ) -> None:
         self.mode_arguments = mode_arguments
-        self.progress = progress or CompileProgress()
+        self._progress = CompileProgress(print_line)
         self.calling = _Calling()
         self.executions = Executions()
         self.events: list[CompileEvent] = []
@@ -147,7 +200,7 @@ class CompileRecorder:
             if OTHER_GRAD_MODE not in explained:
                 self.record("recompile", key, reason=explained, fix=fix)
         calling.compile, calling.began = self._event("compile", key, part=_PARTS.get(trigger, "graph")), clock.now()
-        self.progress.compile_begins(key)
+        self._progress.compile_begins(key)
 
     @_torch.ports.optional("compile events")
     def compile_ends(self, args: Any) -> None:
@@ -156,7 +209,7 @@ class CompileRecorder:
         breaks, self._breaks_seen = _torch.events.graph_breaks(self._breaks_seen)
         if event is None:
             return
-        self.progress.compile_ends()
+        self._progress.compile_ends()
         event.seconds, key = clock.now() - self.calling.began, event.key
         self._add(event)
         # torch counts a graph break once for each frame that contains it, and again for each recompile.
@@ -185,7 +238,7 @@ class CompileRecorder:
     def _add(self, event: CompileEvent) -> None:
         self.events.append(event)
         self.executions.compiles += event.kind in ("compile", "verify")
-        self.progress.show(event)
+        self._progress.show(event)
 
     def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:
         """Return the events of a kind about a target."""

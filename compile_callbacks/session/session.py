@@ -25,7 +25,6 @@ from compile_callbacks.config.inductor_config import EAGER_VARIANT
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import CompileKey
-from compile_callbacks.profiling.progress import CompileProgress
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import Step, StepKind
 from compile_callbacks.report.declaration import PhaseFacts
@@ -61,7 +60,7 @@ class Session:
         self._arguments = arguments = replace(arguments, target_settings=settings)
         self._helper = Helper(requests, self._helper_failed) if in_background else None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
-        self._recorder = CompileRecorder(progress=CompileProgress(print_line), mode_arguments=arguments.mode_arguments)
+        self._recorder = CompileRecorder(print_line=print_line, mode_arguments=arguments.mode_arguments)
         self._switch = PhaseSwitch(
             targets,
             uncompiled=arguments.uncompiled,

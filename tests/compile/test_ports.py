@@ -96,7 +96,7 @@ def test_without_the_slot_for_compiled_code_a_fit_is_eager(monkeypatch):
 
 def test_a_listener_does_not_raise_into_torch(monkeypatch, captured_graph):
     monkeypatch.setattr("compile_callbacks._torch.ports._failures", {})
-    monkeypatch.setattr("compile_callbacks.profiling.progress.CompileProgress.compile_begins", lambda *_: 1 // 0)
+    monkeypatch.setattr("compile_callbacks.profiling.recorder.CompileProgress.compile_begins", lambda *_: 1 // 0)
     callback = InductorCompile(baseline_steps=0)
     fit(callback)
     assert callback.report.train.diagnostics.steps == {"compiled": 8}

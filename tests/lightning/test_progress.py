@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 @pytest.fixture
 def impatient(monkeypatch):
     for name in ("FIRST_LINE_SECONDS", "LINE_SECONDS"):
-        monkeypatch.setattr(f"compile_callbacks.profiling.progress.{name}", 0.1)
+        monkeypatch.setattr(f"compile_callbacks.profiling.recorder.{name}", 0.1)
 
 
 def slow(**settings):
