@@ -19,7 +19,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from compile_callbacks import CompileWarning
-from tests.support.against_eager import FLOAT32, FLOAT32_ON_GPU
+from tests.support.models import FLOAT32, FLOAT32_ON_GPU
 from tests.support.processes import start_new_process
 
 _SUPPORT = Path(__file__).parent
@@ -51,21 +51,16 @@ def environment_of(rank: int, accelerator: str) -> dict[str, str]:
     return variables | ({"NVIDIA_TF32_OVERRIDE": "0"} if accelerator == "gpu" else {})
 
 
-def run_pairs(script: str, folder: Path, accelerator: str, *cases: list[str], seconds: float = 280) -> None:
-    """Run a script of this folder in two processes for each list of cases, at the same time.
-
-    On GPUs, the first processes of all pairs share the first GPU, and the second processes share the second. NCCL only
-    needs different GPUs within a pair. What each process printed is left in ``printedPAIR.RANK``.
-    """
+def run_pair(script: str, folder: Path, accelerator: str, cases: list[str], seconds: float = 280) -> None:
+    """Run a script of this folder in two processes. What each printed is left in ``printed.RANK``."""
     processes = [
         start_new_process(
             _SUPPORT / script,
-            [folder, *names],
+            [folder, *cases],
             environment=environment_of(rank, accelerator),
-            printed=folder / f"printed{pair}.{rank}",
+            printed=folder / f"printed.{rank}",
             uses_gpu=accelerator == "gpu",
         )
-        for pair, names in enumerate(cases)
         for rank in (0, 1)
     ]
     until = time.monotonic() + seconds
@@ -132,7 +127,7 @@ class Pair:
     def __call__(self, case: str) -> list[dict[str, Any]]:
         results = []
         for rank in (0, 1):
-            written, printed = self.folder / f"{case}.{rank}.json", self.folder.glob(f"printed*.{rank}")
+            written, printed = self.folder / f"{case}.{rank}.json", self.folder.glob(f"printed.{rank}")
             assert written.exists(), "\n".join(file.read_text()[-3000:] for file in printed)
             results.append(json.loads(written.read_text()))
             assert "raised" not in results[rank], f"rank {rank}: {results[rank]['raised']}"
