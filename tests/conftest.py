@@ -22,7 +22,7 @@ from compile_callbacks import CompileWarning, _torch
 from compile_callbacks.calls import compiled_function
 from compile_callbacks.cli.explain import read_entries
 
-pytest.register_assert_rewrite("tests.cases.case", "tests.support.against_eager")
+pytest.register_assert_rewrite("tests.cases.case")
 
 # For doctests, pytest would import these modules a second time, under another name, and register their custom operators
 # twice.
@@ -98,12 +98,6 @@ def no_codegen(request):
 
 
 @pytest.fixture
-def uncached(monkeypatch, tmp_path):
-    """Compile with empty caches of torch, for tests of runs of passes, misses and compile times."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-
-
-@pytest.fixture
 def captured_graph(monkeypatch):
     """Run the graphs that Dynamo captures in the place of Inductor's code, in a third of the time of a compile.
 
@@ -168,10 +162,9 @@ def background_ms(monkeypatch):
 
     Runs are never too short to compile.
     """
-    from compile_callbacks.session import phase_run
     from tests.support.step_times import Times
 
-    monkeypatch.setattr(phase_run, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("compile_callbacks.session.phase_run.LEAST_SECONDS", 0.0)
     ms = {"eager": 2.0, "waiting": 2.0, None: 1.0}
     Times(monkeypatch, train=lambda name, workload: ms.get(name), infer=lambda name, workload: ms.get(name))
     return ms

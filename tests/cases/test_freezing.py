@@ -15,9 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
-from tests.support.against_eager import FLOAT32, assert_fits_as_eager
 from tests.support.memory import tensor_elements, without_automatic_collection
-from tests.support.models import CLASSES, FEATURES, Classifier, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, FLOAT32, Classifier, assert_fits_as_eager, loader, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 

@@ -12,8 +12,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import report_of
-from tests.support.against_eager import FLOAT32
-from tests.support.models import FEATURES
+from tests.support.models import FEATURES, FLOAT32
 
 pytestmark = pytest.mark.all_versions
 

@@ -14,9 +14,17 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileReport, InductorCompile, InductorConfig, Tune, graph_pass
-from tests.support.against_eager import assert_fits_as_eager
 from tests.support.memory import compiled_graphs, without_automatic_collection
-from tests.support.models import Classifier, batches_of, fit, loader, seeded, trainer
+from tests.support.models import (
+    FLOAT32_ON_GPU,
+    Classifier,
+    assert_fits_as_eager,
+    batches_of,
+    fit,
+    loader,
+    seeded,
+    trainer,
+)
 from tests.support.step_times import OnGpu, Times, captured_graphs, noisy
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import Doubling
@@ -141,15 +149,8 @@ def test_a_candidate_that_fails_is_out_and_the_others_go_on_also_in_the_final(tm
     assert (tuned.mode, tuned.is_kept) == ("eager", False)  # a later run may have a compiler
 
 
-class Breaking(nn.Linear):
-    """Has a graph break that a setting removes."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + x.abs().max().item())
-
-
 class Looping(nn.Linear):
-    """Has the graph break in a loop, so that torch skips the frame."""
+    """Has a graph break that a setting removes, in a loop, so that torch skips the frame."""
 
     def forward(self, x):
         for _ in range(3):
@@ -157,18 +158,10 @@ class Looping(nn.Linear):
         return super().forward(x)
 
 
-@AT_ONCE
-def test_new_shapes_in_the_final_do_not_end_the_trial_of_a_healed_candidate():
-    sizes = [4] * (4 * BLOCK + 5) + [5] * 200
-    tuned = Tuned({"eager": 1000, A: 800, HEALED: 500}, "auto", sizes=sizes, steps=120, net=Breaking)
-    assert tuned.mode == HEALED
-
-
-@pytest.mark.parametrize("net", [Breaking, Looping])
-def test_a_healed_candidate_that_is_much_faster_is_not_rejected_for_its_graphs_or_for_noise(net):
+def test_a_healed_candidate_that_is_much_faster_is_not_rejected_for_its_graphs_or_for_noise():
     """The candidate and the one that it heals have one block each, whose steps vary."""
     ms = {"eager": noisy(1000, 0.1), A: noisy(900, 0.1, spikes=0.3), HEALED: noisy(300, 0.1)}
-    tuned = Tuned(ms, "auto", steps=120, net=net)
+    tuned = Tuned(ms, "auto", steps=120, net=Looping)
     assert (tuned.mode, tuned.trials[HEALED]["verdict"]) == (HEALED, "chosen")
 
 
@@ -272,7 +265,7 @@ verdicts = functools.partial(trials, figure="verdict")
 def test_tuned_run_equals_eager_and_continues_with_the_winner(monkeypatch):
     Times(monkeypatch, train=UNFUSED_IS_FASTER, infer={"eager": 10, "default": 5, UNFUSED.describe(): 8})
     ours = InductorCompile(BOTH, BOTH)
-    assert_fits_as_eager(ours, tolerance=1e-3, validation=8, max_epochs=7, num_sanity_val_steps=0)
+    assert_fits_as_eager(ours, FLOAT32_ON_GPU, validation=8, max_epochs=7, num_sanity_val_steps=0)
     train, infer = ours.report.train, ours.report.infer
     assert verdicts(train) == {"eager": "beaten", "default": "beaten", UNFUSED.describe(): "chosen"}
     assert verdicts(infer) == {"eager": "beaten", "default": "chosen", UNFUSED.describe(): "beaten"}
@@ -322,8 +315,8 @@ def idle(graph, is_inference):
 def test_next_run_takes_the_winner_from_the_cache(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO", logger="lightning.pytorch")
 
-    def run(tune=BOTH, **settings):
-        ours = InductorCompile(tune, None, cache_dir=tmp_path, verify="off", **settings)
+    def run(**settings):
+        ours = InductorCompile(BOTH, None, cache_dir=tmp_path, verify="off", **settings)
         with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch, train=UNFUSED_IS_FASTER)):
             fit(ours, train=45)
         return ours.report.train
@@ -338,8 +331,8 @@ def test_next_run_takes_the_winner_from_the_cache(monkeypatch, tmp_path, caplog)
     assert trials(again)[UNFUSED.describe()]["reason"] == said
     assert said in caplog.text
     assert again.speedup == pytest.approx(2)
-    for other in (run(passes=[idle]), run(Tune([UNFUSED, "default"], steps=5))):  # other conditions
-        assert (other.mode, "not tried" in verdicts(other).values()) == (UNFUSED.describe(), False)
+    other = run(passes=[idle])  # other conditions
+    assert (other.mode, "not tried" in verdicts(other).values()) == (UNFUSED.describe(), False)
     record.write_text(record.read_text().replace(winner["candidate"], "unknown"))
     assert "not tried" not in verdicts(run()).values()
 
