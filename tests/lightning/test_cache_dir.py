@@ -11,13 +11,11 @@ import tempfile
 from unittest import mock
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, restore
-from compile_callbacks.cache.folder import ModelRecord, model_fingerprint
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, batches_of, fit, loader, seeded, trainer
 from tests.support.processes import run_in_new_process
 
 # Both phases. Prediction compiles what validation compiled again, because it runs under inference_mode.
@@ -61,6 +59,7 @@ def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path)
     assert [misses for _, misses in cache] == [True, True]
     shutil.move(tmp_path / "first", tmp_path / "moved")
     assert run(tmp_path / "moved") == [results, [], [[True, False], [True, False]]]
+    assert len(list((tmp_path / "moved").glob("model-*.json"))) == 1
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
 
 
@@ -177,56 +176,6 @@ def test_compile_workers_that_started_earlier_use_the_folder_and_a_second_proces
     assert list((tmp_path / "triton").rglob("*.cubin"))
 
 
-# ------------------------------------------------------------------------------------------ the file of a model
-
-EMPTY = {"version": 1, "winners": {}, "shapes": {}}
-
-
-def test_record_keeps_the_latest_values_in_a_private_file(tmp_path):
-    record = ModelRecord(tmp_path / "cache" / "model-abc.json")
-    assert record.load() == EMPTY
-    assert [record.update("winners", str(number), {}) for number in range(60)] == [None] * 60
-    record.update("winners", "10", {"candidate": "default"})
-    winners = ModelRecord(tmp_path / "cache" / "model-abc.json").load()["winners"]
-    assert list(winners.items()) == [*((str(number), {}) for number in range(11, 60)), ("10", {"candidate": "default"})]
-    assert ModelRecord(tmp_path / "cache" / "model-other.json").load() == EMPTY
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["model-abc.json"]
-    assert [path.stat().st_mode & 0o777 for path in (record.path, record.path.parent)] == [0o600, 0o700]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"null",
-        b"[" * 200_000,
-        b"\xff\xfe\x00",
-        b'{"version": 2, "winners": {"k": {}}}',
-        b'{"version": 1, "winners": null, "shapes": {"k": null, "l": "default"}}',
-        b'{"version": 1, "winners": {"k": 1' + b"0" * 9000 + b"}}",
-    ],
-)
-def test_damaged_record_reads_as_an_empty_one_and_can_be_written_again(tmp_path, content):
-    record = ModelRecord(tmp_path / "model-abc.json")
-    record.path.write_bytes(content)
-    assert record.load() == EMPTY
-    assert record.update("winners", "k", {"candidate": "default"}) is None
-    assert record.load()["winners"] == {"k": {"candidate": "default"}}
-
-
-def test_record_that_cannot_be_read_or_written_costs_the_record_only(tmp_path):
-    records = [
-        ModelRecord(folder / "model-abc.json") for folder in (tmp_path / "pipe", tmp_path / "folder", tmp_path / "file")
-    ]
-    records[0].path.parent.mkdir()
-    os.mkfifo(records[0].path)
-    records[1].path.mkdir(parents=True)
-    records[2].path.parent.touch()
-    assert [record.load() for record in records] == [EMPTY] * 3  # opening a pipe would wait for a writer
-    assert ["Error" in str(record.update("winners", "k", {})) for record in records] == [False, True, True]
-    assert "TypeError" in ModelRecord(tmp_path / "model-json.json").update("winners", "k", {"candidate": object()})
-    assert [path.name for path in tmp_path.glob("*.json")] == []
-
-
 def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatch):
     """The reason for the failure is not looked up in the folder."""
     (tmp_path / "file").touch()
@@ -236,43 +185,26 @@ def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatc
         fit(callback, train=2, validation=None)
 
 
-# ---------------------------------------------------------------------------------------- fingerprints
+# ------------------------------------------------------------------------------------------ the file of a model
 
 
-class Net(Classifier):
+class Unknown(nn.Linear):
+    """Cannot be described."""
+
     def extra_repr(self):
-        return f"kind={object()}"
+        return str(1 / 0)
 
 
-def net_with(**members):
-    return type("Net", (nn.Module,), members)()
-
-
-def test_model_fingerprint_depends_on_structure_and_not_on_values():
-    linear, shared = nn.Linear(2, 3), nn.Linear(2, 2)
-    single = [linear, nn.Linear(3, 2), nn.Linear(2, 3, bias=False), nn.Linear(2, 3).double()]
-    single += [nn.Dropout(0.1), nn.Dropout(0.2), shared]
-    several = [(linear, nn.ReLU()), (shared, shared), (shared, nn.Linear(2, 2))]
-    unlike = {model_fingerprint(nn.Sequential(*layers)) for layers in [*((one,) for one in single), *several]}
-    assert len(unlike) == len(single) + len(several)
-    assert model_fingerprint(nn.Sequential(nn.Linear(2, 3))) == model_fingerprint(nn.Sequential(linear))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:The PyTorch API of nested tensors")
-def test_model_fingerprint_leaves_out_parts_that_it_cannot_describe():
-    for make in (
-        lambda: nn.LazyLinear(3),
-        lambda: net_with(extra_repr=lambda self: 1 / 0),
-        lambda: torch.jit.script(nn.Linear(2, 2)),
-        lambda: nn.ParameterList([torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])]),
-    ):
-        assert model_fingerprint(nn.Sequential(make())) == model_fingerprint(nn.Sequential(make()))
-
-
-@pytest.mark.slow
-def test_fingerprints_are_equal_in_every_process():
-    program = """
-        from tests.lightning.test_cache_dir import Net, model_fingerprint
-        print(model_fingerprint(Net()))
-    """
-    assert run_in_new_process(program).strip() == model_fingerprint(Net())  # which has another hash seed
+@pytest.mark.usefixtures("captured_graph")
+@pytest.mark.filterwarnings("ignore:cache_dir has no effect")
+def test_each_structure_has_a_file_whatever_its_values_are(tmp_path):
+    layer, other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+    structures = [(layer, layer), (layer, other), (layer,), (layer, nn.Dropout(0.1)), (layer, nn.Dropout(0.2))]
+    structures += [(nn.Linear(FEATURES, FEATURES, bias=False),), (Unknown(FEATURES, FEATURES),)]
+    for layers in (*structures, (other, layer), (other,)):
+        callback = InductorCompile("default", None, cache_dir=tmp_path, baseline_steps=3, verify="off")
+        make = lambda layers=layers: Classifier(nn.Sequential(*layers))  # noqa: E731
+        fit(callback, make=make, train=batches_of(4, 5, 6, 7), validation=None)
+    files = list(tmp_path.glob("model-*.json"))
+    assert len(files) == len(structures)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
