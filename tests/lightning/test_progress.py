@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.cases.zoo import Calls
 from tests.support.models import Classifier, batches_of, fit, mlp
 from tests.support.uncached import Slow
@@ -45,6 +46,42 @@ def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
     assert "Epoch 0" in shown
 
 
+class Changing(nn.Module):
+    """Is called with other inputs, attributes and flags, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.number = nn.Linear(8, 8), nn.Dropout(), 1
+
+    def forward(self, x, scale=2, name="a"):
+        return self.drop(self.fc(x.float())) * scale * self.number * len(name)
+
+
+BUFFER = "a buffer in its place avoids it"
+DROPS = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
+CHANGES = [
+    (lambda net, x: net(x[:3], scale=2), f"batch size 3, was 6; {DROPS}"),
+    (lambda net, x: net(x.bfloat16(), scale=2), "dtype of argument 0: bfloat16, was float"),
+    (lambda net, x: (net.fc.bias.requires_grad_(False), net(x, scale=2)), "'fc.bias' no longer requires grad"),
+    (lambda net, x: (net.drop.eval(), net(x, scale=2)), "'drop' is in eval mode, was in train mode"),
+    (lambda net, x: net(x, scale=3), "value of argument 'scale': no longer 2; passing a tensor avoids it"),
+    (lambda net, x: (vars(net).update(number=2), net(x, scale=2)), "value of 'number': no longer 1; " + BUFFER),
+]  # fmt: skip
+
+
+@pytest.mark.all_versions
+@pytest.mark.usefixtures("recompiles_at_once", "captured_graph")
+@pytest.mark.parametrize(("change", "said"), CHANGES)
+def test_the_reason_of_a_recompile_in_words_and_the_advice(change, said):
+    net, x = compile_phases(Changing(), {"dynamic": False}, verify="off"), torch.ones(6, 8)
+    net(x, scale=2)
+    change(net, x)
+    (event,) = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "recompile"]
+    assert event["reason"] == said.partition(";")[0]
+    assert event.get("fix") == (said.partition("; ")[2] or None)
+    restore(net)
+
+
 def breaks_first(net, x):
     x = x.sin()
     torch._dynamo.graph_break()
@@ -58,8 +95,7 @@ def test_events_are_lines_with_their_cause_and_what_avoids_it(logged, monkeypatc
     callback = InductorCompile({"dynamic": False}, None, **settings)
     fit(callback, train=batches_of(8, 8, 2, 3, 4, 5, 6), validation=None)
     lines = [line for line in logged() if "recompil" in line]
-    fix = 'drop_last=True in the DataLoader, or train_mode={"dynamic": True}, avoids it'
-    assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {fix}"
+    assert lines[0] == f"recompiling 'net' (train): batch size 2, was 8; {DROPS}"
     assert len(lines) == 3
     assert lines[-1].endswith(" (further events: report.train.diagnostics.events)")
     events = callback.report.train.diagnostics.events

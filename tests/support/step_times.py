@@ -15,9 +15,6 @@ import torch
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from compile_callbacks.config.inductor_config import Variant
-from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
-
 CLOCK = "compile_callbacks.profiling.clock"
 """The only part of the library that tests replace."""
 
@@ -57,25 +54,6 @@ class Times:
         if isinstance(ms, list):
             return ms[min(number, len(ms) - 1)]
         return ms(number) if callable(ms) else ms
-
-
-class TimedSteps:
-    """A `PhaseTimes` with steps of given times, for the tests of the report's series."""
-
-    def __init__(self):
-        self.timer = PhaseTimes()
-
-    def run(self, milliseconds, *, compiled, compiling=False, variant=None):
-        """Run steps of these lengths in the train phase; return which of them are samples."""
-        kept, kind = [], "compiled" if compiled else "eager"
-        for ms in milliseconds:
-            step = Step(variant=Variant(None, variant if compiled else "eager"), kind=kind, compiling=compiling)
-            step.workload, step.timed_on = Workload("train"), torch.device("cpu")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(f"{CLOCK}.now", lambda *device, ms=ms, **step: ms / 1000)
-                self.timer.end(step, "train")
-            kept.append(step.is_sample)
-        return kept
 
 
 class OnGpu(nn.Parameter):
