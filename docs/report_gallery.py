@@ -6,7 +6,6 @@
 
 Each run starts in a new process with an empty compiler cache. If its verdict is not the expected one or asks to measure
 again, because other programs use the machine, the run is repeated, at most twice.
-tests/lightning/test_report_gallery.py makes the same runs with fixed step times.
 """
 
 from __future__ import annotations
