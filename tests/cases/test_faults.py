@@ -324,20 +324,9 @@ def test_a_graph_is_compared_only_if_the_eager_run_fits_into_the_free_memory(mis
         with with_free_memory(needed * MIB - missing), torch.set_grad_enabled(phase == "train"):
             for _ in range(2):  # the second call tries again
                 torch.testing.assert_close(module(torch.ones(512, 512)), Wide()(torch.ones(512, 512)))
-        expected = "not compared 1 (no memory)" if missing else "equal 1"
-        assert report_of(module).phase(phase).verified == expected
+        report = report_of(module).phase(phase)
+        assert report.verified == ("not compared 1 (no memory)" if missing else "equal 1")
     restore(module)
-
-
-@pytest.mark.all_versions
-def test_a_comparison_that_does_not_fit_runs_nothing_eagerly(compile_net):
-    net = compile_net()
-    with with_free_memory(0):
-        step(net)
-        step(net)
-    assert RUNS.count("run") == 2
-    [event] = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "verify"]
-    assert event["reason"].endswith(" of 0 free MiB")
 
 
 # ------------------------------------------------------------------------------------------ compiled code fails

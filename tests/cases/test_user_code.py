@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:Warning"),  # from torch's own jvp
 ]
 
-RAISE = {"targets": ["net"], "verify": "raise", "on_error": "raise"}
-
 
 SEQUENCE = torch.ones(5, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from compile_callbacks import _torch
 from compile_callbacks.graphs.requests import CompileRequest
@@ -155,6 +157,16 @@ def reasons_of(function, *inputs):
 
     torch.compile(function, backend=backend)(*inputs)
     return reasons
+
+
+def saves_sines(x):
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    return checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False, context_fn=contexts)
+
+
+def test_a_graph_with_a_function_of_the_user_is_not_sent():
+    (reason,) = reasons_of(saves_sines, torch.ones(3, requires_grad=True))
+    assert "context_fn" in reason
 
 
 def test_an_input_that_shares_memory_may_be_read_but_not_written():
