@@ -17,8 +17,8 @@ _COMMANDS = {
     "check": "compare the report of a run with a contract, for continuous integration",
     "explain": "explain a warning or an error by its code",
 }
-"""The subcommands. Each is a module of this package with ``add_arguments(parser)`` and ``run(args)``, which returns the
-exit status, or raises a `ValueError` for status 2."""
+"""The subcommands. Each is a module of this package, whose docstring is the description. ``run`` takes the values of
+``ARGUMENTS`` by name, and returns the exit status, or raises a `ValueError` for status 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,11 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = subparsers.add_parser(name, help=summary)
         if arguments[:1] == [name]:
             command = importlib.import_module(f"compile_callbacks.cli.{name}")
-            command.add_arguments(subparser)
+            subparser.description = command.__doc__
+            for argument, options in command.ARGUMENTS.items():
+                subparser.add_argument(argument, **options)
             subparser.set_defaults(run=command.run)
-    args = parser.parse_args(arguments)
+    values = vars(parser.parse_args(arguments))
     try:
-        status: int = args.run(args)
+        status: int = values.pop("run")(**values)
         sys.stdout.flush()
     except ValueError as error:
         sys.stderr.write(f"compile-callbacks {arguments[0]}: {error}\n")

@@ -1,8 +1,11 @@
-"""``compile-callbacks doctor``: checks whether torch.compile can work on this machine, and prints a fix if not."""
+"""Check everything that torch.compile needs, and compile an addition.
+
+If something is missing, print what will not work and how to fix it. The exit status is 1 if a check failed; a missing
+GPU is not a failure.
+"""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import platform
@@ -14,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -130,23 +133,19 @@ _CHECKS: dict[str, Callable[[], Check | None]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
-    parser.description = (
-        "Check everything that torch.compile needs, and compile an addition. If something is missing, print what will "
-        "not work and how to fix it. The exit status is 1 if a check failed; a missing GPU is not a failure."
-    )
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--json": {"action": "store_true", "dest": "as_json", "help": "print the checks as JSON"}
+}
 
 
-def run(args: argparse.Namespace) -> int:
+def run(as_json: bool) -> int:
     """Run the checks and print their results. Return status 1 if a check failed."""
-    if not args.json:
+    if not as_json:
         sys.stdout.write("checking this machine and compiling an addition, which takes up to 20 s ...\n\n")
         sys.stdout.flush()
     checks = {name: check for name, run_check in _CHECKS.items() if (check := _result_of(run_check)) is not None}
     failures = sum(check.status == "failed" for check in checks.values())
-    if args.json:
+    if as_json:
         data = {"ok": not failures, "checks": [{"name": name, **check._asdict()} for name, check in checks.items()]}
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
     else:

@@ -1,13 +1,12 @@
-"""``compile-callbacks explain``: prints the entry of a code such as CC104. The docs page uses the same texts."""
+"""Explain a warning or an error by its code. Without CODE, list all codes. The docs page has the same texts."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib.resources
 import re
 import sys
-from typing import NamedTuple
+from typing import Any
 
 EXPLANATIONS = importlib.resources.files(__package__ or "") / "explanations"
 """The folder of the Markdown files, which may be in a zip file. Each file has a title, and an entry ``## CC101: Title``
@@ -15,38 +14,28 @@ for each code of its range."""
 
 _ENTRY = re.compile(r"^## (CC\d{3}): ([^\n]+)\n\n(.+?)\n*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
-
-class Entry(NamedTuple):
-    """The explanation of a code."""
-
-    code: str
-    title: str
-    text: str
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "code": {"nargs": "?", "metavar": "CODE", "help": "a code at the end of a message, such as CC104"}
+}
 
 
-def read_entries() -> dict[str, Entry]:
-    """Read the entry of each code, in the order of the files."""
+def read_entries() -> dict[str, tuple[str, str]]:
+    """Read the title and the text of each code, in the order of the files."""
     paths = sorted(EXPLANATIONS.iterdir(), key=lambda path: path.name)
     files = [path.read_text(encoding="utf-8") for path in paths if path.name.endswith(".md")]
-    return {code: Entry(code, *entry) for file in files for code, *entry in _ENTRY.findall(file)}
+    return {code: (title, text) for file in files for code, title, text in _ENTRY.findall(file)}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
-    parser.description = "Explain a warning or an error by its code. Without CODE, list all codes."
-    parser.add_argument("code", nargs="?", metavar="CODE", help="a code at the end of a message, such as CC104")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(code: str | None) -> int:
     """Print the entry of a code, or the list of all codes."""
-    entries, code = read_entries(), (args.code or "").upper()
+    entries = read_entries()
     if not code:
-        sys.stdout.writelines(f"{entry.code}  {entry.title}\n" for entry in entries.values())
-    elif code in entries:
-        plain = entries[code].text.replace("**", "")
-        sys.stdout.write(f"{code}: {entries[code].title}\n\n{plain}\n")
+        sys.stdout.writelines(f"{each}  {title}\n" for each, (title, _) in entries.items())
+    elif code.upper() in entries:
+        title, text = entries[code.upper()]
+        sys.stdout.write(f"{code.upper()}: {title}\n\n{text.replace('**', '')}\n")
     else:
-        near = ", ".join(difflib.get_close_matches(code, entries))
+        near = ", ".join(difflib.get_close_matches(code.upper(), entries))
         hint = f"codes near it: {near}" if near else "`compile-callbacks explain` lists all codes"
-        raise ValueError(f"there is no code {args.code!r}; {hint}")
+        raise ValueError(f"there is no code {code!r}; {hint}")
     return 0

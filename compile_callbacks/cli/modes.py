@@ -1,11 +1,13 @@
-"""``compile-callbacks modes``: lists the modes and templates, and whether each works on this machine."""
+"""List the names that train_mode and infer_mode accept.
+
+These are the modes of the installed torch, and the templates of options. The last column tells whether each mode or
+template works on this machine.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,47 +27,43 @@ _USED_FOR = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
-    parser.description = (
-        "List the names that train_mode and infer_mode accept: the modes of the installed torch, and the templates of "
-        "options. The last column tells whether each mode or template works on this machine."
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--device": {"metavar": "DEVICE", "help": "cpu, cuda or cuda:N (default: the GPU if there is one)"},
+    "--json": {"action": "store_true", "dest": "as_json", "help": "print the list as JSON"},
+}
 
 
-def run(args: argparse.Namespace) -> int:
+def run(device: str | None, as_json: bool) -> int:
     """Print the list."""
-    device = as_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"), "--device")
-    listed = _list_modes(device)
-    if args.json:
-        sys.stdout.write(json.dumps({"device": str(device), "modes": listed}, indent=2) + "\n")
+    on = as_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), "--device")
+    listed = _list_modes(on)
+    if as_json:
+        sys.stdout.write(json.dumps({"device": str(on), "modes": listed}, indent=2) + "\n")
         return 0
     texts = [(mode["name"], mode["kind"], mode["description"], mode["lacks"] or "works") for mode in listed]
-    print_texts(("name", "kind", "for", f"on {device}"), texts)
+    print_texts(("name", "kind", "for", f"on {on}"), texts)
     sys.stdout.write("\n")
+    rows = []
     for mode in listed:
         parts = [f"mode {mode['mode']}"] * bool(mode["mode"])
-        mode["sets"] = ", ".join([*parts, *(f"{name}={value!r}" for name, value in mode["options"].items())]) or "-"
-    print_texts(("name", "sets"), [(mode["name"], mode["sets"]) for mode in listed])
+        parts += [f"{name}={value!r}" for name, value in mode["options"].items()]
+        rows.append((mode["name"], ", ".join(parts) or "-"))
+    print_texts(("name", "sets"), rows)
     return 0
 
 
 def _list_modes(device: torch.device) -> list[dict[str, Any]]:
     """Return the modes and templates as JSON-ready data. ``"lacks"`` names a missing requirement, or ``None``."""
-
-    def lacks(options: Mapping[str, Any]) -> str | None:
-        without_effect = options.get("triton.cudagraphs") and device.type != "cuda"
-        return "its CUDA graphs have no effect without a GPU" if without_effect else None
-
-    rows: list[tuple[Any, ...]] = []
+    listed: list[dict[str, Any]] = []
     for name, options in _torch.inductor.modes().items():
-        rows.append((name, "mode", _USED_FOR.get(name, ""), None, options, lacks(options)))
-    for template in map(templates.get, templates.names()):
-        config = InductorConfig(template=template.name)
-        falls_back = config.template_falls_back(device)
-        reason = falls_back.removeprefix(f"template {template.name!r} ") if falls_back else None
-        reason = reason or lacks(config.resolved_options(device))
-        rows.append((template.name, "template", template.description, template.mode, dict(template.options), reason))
-    return [dict(zip(("name", "kind", "description", "mode", "options", "lacks"), row, strict=True)) for row in rows]
+        described = {"name": name, "kind": "mode", "description": _USED_FOR.get(name, "")}
+        listed.append({**described, "mode": None, "options": options})
+    for each in map(templates.get, templates.names()):
+        described = {"name": each.name, "kind": "template", "description": each.description}
+        listed.append({**described, "mode": each.mode, "options": dict(each.options)})
+    for entry in listed:
+        config = InductorConfig(**{entry["kind"]: entry["name"]})
+        entry["lacks"] = config.template_falls_back(device)
+        if config.resolved_options(device).get("triton.cudagraphs") and device.type != "cuda":
+            entry["lacks"] = "its CUDA graphs have no effect without a GPU"
+    return listed

@@ -1,8 +1,11 @@
-"""``compile-callbacks report``: prints the reports that runs have written into their log directories."""
+"""Print what compiling cost and gained, from the compile_report.json files of runs.
+
+InductorCompile writes the file into the folder of a logger at the end of each trainer call, and CompileReport.save
+writes one. PATH is such a file, or a folder, which is searched recursively.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -13,27 +16,17 @@ from compile_callbacks.report.file import FILE_NAME, VERSION, read_records
 from compile_callbacks.report.render import details_to_text, print_report
 from compile_callbacks.report.report import CompileReport
 
-_DESCRIPTION = f"""\
-Print what compiling cost and gained, from the {FILE_NAME} files that InductorCompile writes into the folder of a logger
-at the end of each trainer call, and from files of CompileReport.save. PATH is such a file or a folder. Folders are
-searched recursively.
-"""
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "path": {"nargs": "+", "type": Path, "metavar": "PATH", "help": f"a log directory, or a file such as {FILE_NAME}"},
+    "--json": {"action": "store_true", "dest": "as_json", "help": "print the records as JSON"},
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
-    parser.description = _DESCRIPTION
-    parser.add_argument(
-        "path", nargs="+", type=Path, metavar="PATH", help=f"a log directory, or a file such as {FILE_NAME}"
-    )
-    parser.add_argument("--json", action="store_true", help="print the records as JSON")
-
-
-def run(args: argparse.Namespace) -> int:
+def run(path: list[Path], as_json: bool) -> int:
     """Print all readable records. Return status 2 if a path has no report, or if a file or record is damaged."""
     errors: list[str] = []
-    calls = [call for path in args.path for call in _read_calls(path, errors)]
-    if args.json:
+    calls = [call for each in path for call in _read_calls(each, errors)]
+    if as_json:
         sys.stdout.write(json.dumps([{"file": str(file), **record} for file, record, _ in calls], indent=2) + "\n")
     else:
         for call in calls:
