@@ -1,4 +1,4 @@
-"""What ``cache_dir`` contains: the caches of Inductor and Triton (`CompileCache`), and a small file for each model."""
+"""What ``cache_dir`` contains: the caches of Inductor and Triton (`use_cache`), and a small file for each model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 _SAFE = r"[\w./+@:,=-]+"  # torch passes the paths of its files to the C++ compiler without quotes
 
-_active: list[CompileCache] = []  # the last cache sets the environment
+_folders: list[Path] = []  # the last one sets the environment
 _environment_before: dict[str, str | None] = {}
 
 
@@ -34,60 +34,39 @@ def check_cache_dir(folder: Any) -> Path | None:
     if folder is None:
         return None
     check_type("cache_dir", folder, (str, os.PathLike), "the path of a folder")
-    path, is_file = Path(folder).expanduser().absolute(), False
-    with contextlib.suppress(OSError):  # if the path cannot be examined, the run begins with a warning
-        is_file = path.is_file()
-    if not os.fspath(folder) or is_file:
+    if not os.fspath(folder):
         raise ValueError(with_code("CC401", f"cache_dir={folder!r} must name a folder; '.' is the current folder"))
-    return path
+    return Path(folder).expanduser().absolute()
 
 
-@dataclass(eq=False)
-class CompileCache:
-    """Points ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder, from `begin` to `end`.
+def use_cache(folder: Path, undo: contextlib.ExitStack) -> str | None:
+    """Point ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder until ``undo``, or return why not.
 
     torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
     user may have write access. If the folder cannot be used, the run continues without it.
     """
-
-    folder: Path
-    warn: Callable[[str], object]
-
-    @property
-    def active(self) -> bool:
-        """Whether torch uses the folder now."""
-        return self in _active
-
-    def begin(self) -> None:
-        """Start using the folder."""
-        if self.active:
-            return
-        try:
-            if not re.fullmatch(_SAFE, str(self.folder)):
-                raise OSError("torch passes paths to the C++ compiler without quotes, so use letters, digits and ._/-")
-            _make_private(self.folder.resolve())
-            for name in _FOLDERS.values():
-                _make_private(self.folder / name)
-                with tempfile.TemporaryFile(dir=self.folder / name) as file:
-                    file.write(b"0")
-        except OSError as error:
-            self.warn(f"cache_dir={str(self.folder)!r} is not used, and no code is cached there: {error}")
-            return
-        if not _active:
-            _environment_before.update({variable: os.environ.get(variable) for variable in _FOLDERS})
-        _active.append(self)
-        _set_environment()
-
-    def end(self) -> None:
-        """Stop using the folder, and restore the environment variables. Safe to call twice."""
-        if self.active:
-            _active.remove(self)
-            _set_environment()
+    try:
+        if not re.fullmatch(_SAFE, str(folder)):
+            raise OSError("torch passes paths to the C++ compiler without quotes, so use letters, digits and ._/-")
+        _make_private(folder.resolve())
+        for name in _FOLDERS.values():
+            _make_private(folder / name)
+            with tempfile.TemporaryFile(dir=folder / name) as file:
+                file.write(b"0")
+    except OSError as error:
+        return f"cache_dir={str(folder)!r} is not used, and no code is cached there: {error}"
+    if not _folders:
+        _environment_before.update({variable: os.environ.get(variable) for variable in _FOLDERS})
+    _folders.append(folder)
+    _set_environment()
+    undo.callback(_set_environment)
+    undo.callback(_folders.remove, folder)  # called first
+    return None
 
 
 def _set_environment() -> None:
     for variable, name in _FOLDERS.items():
-        value = str(_active[-1].folder / name) if _active else _environment_before.pop(variable)
+        value = str(_folders[-1] / name) if _folders else _environment_before.pop(variable)
         if value is None:
             os.environ.pop(variable, None)
         else:
@@ -159,18 +138,15 @@ class ModelRecord:
 def model_fingerprint(module: nn.Module) -> str:
     """Return a hash of a module's structure, and of the names, shapes and dtypes of its weights.
 
-    The hash is the same in every process. It omits what has no description, such as the shape of a lazy weight.
+    The hash is the same in every process. It omits what has no description.
     """
-
-    def known(describe: Callable[[Any], Any], value: object) -> str:
-        try:
-            return re.sub(" at 0x[0-9a-f]+", "", str(describe(value)))
-        except Exception:
-            return ""
-
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    weights = [(name, known(lambda x: tuple(x.shape), tensor), str(tensor.dtype)) for name, tensor in tensors]
-    return digest([known(repr, module), weights])
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    texts = [f"{name}: {tensor.dtype}" for name, tensor in tensors]
+    with contextlib.suppress(Exception):  # a lazy weight or a nested tensor has no shape
+        texts += [str(tuple(tensor.shape)) for _, tensor in tensors]
+    with contextlib.suppress(Exception):  # the user's code describes the module
+        texts.append(re.sub(" at 0x[0-9a-f]+", "", repr(module)))
+    return digest(texts)
 
 
 def conditions(

@@ -18,7 +18,7 @@ from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce, with_code
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.cache.folder import CompileCache, ModelRecord, conditions, model_fingerprint
+from compile_callbacks.cache.folder import ModelRecord, conditions, model_fingerprint, use_cache
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.inductor_config import EAGER_VARIANT
@@ -135,12 +135,11 @@ class Session:
             undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
             recorder.executions.import_seconds += _torch.inductor.import_inductor()
         if arguments.compiles and settings.cache_dir:
-            cache = CompileCache(settings.cache_dir, functools.partial(self._warn.warn, "CC401"))
-            cache.begin()
-            undo.callback(cache.end)
+            if problem := use_cache(settings.cache_dir, undo):
+                self._warn.warn("CC401", problem)
             model = model_fingerprint(self.module)
-            path = cache.folder / f"model-{model}.json"
-            record = ModelRecord(path, read_only=rank > 0 or not cache.active)
+            path = settings.cache_dir / f"model-{model}.json"
+            record = ModelRecord(path, read_only=rank > 0 or problem is not None)
             self._switch.observed.restore(record.load()["shapes"])
             targets, passes = arguments.targets or (), settings.passes
             known = conditions(
