@@ -256,21 +256,3 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
         loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     outputs = treespec_loads(loader.get_call_spec()[1])
     return lambda tensors: tree_unflatten(loader.boxed_run(tensors), outputs)
-
-
-RUN_PACKAGE = """
-import os
-import sys
-
-sys.path.append(os.getcwd())  # appended, because a file there must not replace a module
-import torch
-
-package, inputs = sys.argv[1:]
-tensors = torch.load(inputs, weights_only=True)
-if torch.accelerator.is_available():
-    torch.accelerator.set_device_index(max(0, *(tensor.get_device() for tensor in tensors)))
-torch._C._aoti.AOTIModelPackageLoader(package, "model", False, 1, -1).boxed_run(tensors)
-if torch.accelerator.is_available():
-    torch.accelerator.synchronize()
-"""
-"""A script for ``python -P`` that runs an AOTInductor package once, on input tensors in a file."""

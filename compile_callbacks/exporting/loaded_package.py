@@ -151,9 +151,6 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModule:
             files = (name for name in archive.namelist() if name.endswith(_METADATA_FILE))
             metadata = json.loads(json.loads(archive.read(next(files, _METADATA_FILE)))[METADATA_KEY])
         inputs, device = Inputs(**metadata["inputs"]), str(metadata["device"])
-        known = {*inputs.positional, *inputs.texts, *inputs.batches, *inputs.texts.values()}
-        if not all(isinstance(text, str) for text in known) or not {*inputs.batches} <= {*inputs.texts}:
-            raise TypeError("the description of the inputs has another format")
     except Exception as error:  # a damaged file raises errors of many types
         text = f"{path} is damaged, or was not written by compile_callbacks.export of this version"
         raise _not_loaded(f"{text}: {in_one_line(describe_failure(error))}") from error

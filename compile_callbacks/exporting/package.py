@@ -8,9 +8,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -50,7 +47,6 @@ _NOT_ACCEPTED = (
     *("fallback_by_default", "selective_decompose", "aot_inductor.output_path", "aot_inductor.package"),
     HOOK_OPTIONS["pre_grad"],
 )
-_TIMEOUT_SECONDS = 300
 
 
 def export(
@@ -79,8 +75,7 @@ def export(
             mapping of its fields. A warning names the settings that AOTInductor does not support.
         verify: The reaction if the compiled package differs from eager by more than rounding explains: ``"raise"``
             raises an `ExportError` and writes nothing, and ``"warn"`` warns. ``"off"`` skips the comparison. With
-            ``dynamic_batch``, the compared batch has one more sample than the example. On a GPU, another process runs
-            the package first, because a crash would end this process.
+            ``dynamic_batch``, the compared batch has one more sample than the example.
         dynamic_batch: Whether the batch size may change from call to call. The batch is dimension 0 of the first
             tensor, and of each other tensor whose dimension 0 has the same size.
 
@@ -201,33 +196,10 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
         raise ExportError(with_code("CC601", in_one_line(reason, 400))) from error
 
 
-def _smoke_test(path: Path, inputs: _Inputs) -> None:
-    """Run a new package once in another process, because a crash would end this process, or its use of the GPU.
-
-    Packages for a GPU crash more often than others, because AOTInductor generates more C++ code to launch kernels.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        tensors = Path(folder, "inputs.pt")
-        torch.save([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)], tensors)
-        command = [sys.executable, "-P", "-W", "ignore", "-c", _torch.inductor.RUN_PACKAGE, str(path), str(tensors)]
-        try:
-            subprocess.run(command, capture_output=True, timeout=_TIMEOUT_SECONDS, check=True)
-        except OSError:  # Python cannot start a process if it is embedded in another program
-            pass
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            # An ordinary error may come from the process, which has no operators of the user and perhaps no GPU.
-            if getattr(error, "returncode", -1) > 0:
-                return
-            text = f"the package failed in a smoke test: {in_one_line(describe_failure(error))}"
-            raise ExportError(with_code("CC601", text)) from None
-
-
 def _compare(
     eager: nn.Module, path: Path, inputs: _Inputs, batches: Sequence[torch.Tensor], device: torch.device
 ) -> Comparison:
     """Compare the outputs of a package with the outputs of the program, with a dynamic batch for one more sample."""
-    if device.type != "cpu":
-        _smoke_test(path, inputs)
     package = load_exported(path)
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
