@@ -150,19 +150,16 @@ class GraphPass(ABC):
 
 
 class FunctionPass(GraphPass):
-    """A pass that calls a function. `graph_pass` creates it."""
+    """A pass that calls a function, with the function's name. `graph_pass` creates it."""
+
+    name = ""
 
     def __init__(self, function: Callable[[Graph, bool], None], hook: str = DEFAULT_HOOK) -> None:
-        self.function, self.hook = function, hook
+        self.function, self.hook, self.name = function, hook, pass_name(function)
 
     def __call__(self, graph: Graph, is_inference: bool) -> None:
         """Call the function."""
         return self.function(graph, is_inference)
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return pass_name(self.function)
 
 
 def graph_pass(function: Callable[[Graph, bool], None] | None = None, /, *, hook: str = DEFAULT_HOOK) -> Any:
@@ -197,9 +194,7 @@ def as_passes(value: Any, argument: str) -> tuple[GraphPass, ...]:
 
 def pass_name(graph_pass: Any) -> str:
     """Return the name of a pass, also of a function or an object of torch's own pass classes."""
-    if isinstance(graph_pass, GraphPass):
-        return graph_pass.name
-    return getattr(graph_pass, "__name__", type(graph_pass).__name__)
+    return str(getattr(graph_pass, "name", None) or getattr(graph_pass, "__name__", type(graph_pass).__name__))
 
 
 def pass_identity(graph_pass: Any) -> str:

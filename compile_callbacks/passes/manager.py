@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,6 @@ def _interface(graph: Graph) -> list[str | None]:
 
 def _check_same(before: list[str | None], after: list[str | None]) -> None:
     """Refuse changes of the inputs and outputs of a graph."""
-    if len(before) != len(after):
-        raise ValueError(f"it changed the number of inputs and outputs from {len(before)} to {len(after)}")
-    for old, new in zip(before, after, strict=True):
-        if None not in (old, new) and old != new:
+    for old, new in itertools.zip_longest(before, after, fillvalue="nothing"):
+        if old != new and (None not in (old, new) or "nothing" in (old, new)):
             raise ValueError(f"the graph has {new} in place of {old} among its inputs and outputs")
