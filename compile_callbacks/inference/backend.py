@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -26,7 +25,7 @@ from compile_callbacks.report.report import CompileReport, uncompiled_report
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
-from compile_callbacks.targets.target import Callee, Target
+from compile_callbacks.targets.resolve import resolve_targets
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
@@ -44,8 +43,6 @@ FORMAT = {"format": "compile_callbacks.InductorBackend", "version": 1}
 
 SampleLike = torch.Tensor | tuple[Any, ...] | Mapping[str, Any]
 """The arguments of one call: one tensor, positional arguments, or keyword arguments."""
-
-_training = operator.attrgetter("training")
 
 _Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,7 +89,6 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
-        self._parts: list[nn.Module] = []  # the compiled module and its submodules
         self._samples: list[_Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
@@ -157,9 +153,9 @@ class InductorBackend:
         Raises:
             CompileError: For the reasons that `build` lists.
         """
-        if self._session is None or self._module is None:
-            self._after("infer")
-        return _call(self._parts, self.device, args, kwargs)
+        self._after("infer")
+        assert self._module is not None
+        return _call(self._module, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
@@ -270,7 +266,7 @@ class InductorBackend:
             target_settings=self._settings,
             mode_arguments={"train": "mode", "infer": "mode"},
         )
-        session = GradModeSession(module, [Target("forward", (Callee("forward", module),))], arguments)
+        session = GradModeSession(module, resolve_targets(module, ("forward",)), arguments)
         with contextlib.ExitStack() as undo:
             for part in module.modules():
                 undo.callback(setattr, part, "training", part.training)
@@ -279,12 +275,10 @@ class InductorBackend:
             module.to(target).eval()
             session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             session.compile_new_inputs(after=1)
-            before, self._parts = Snapshot(module), list(module.modules())
-            try:
+            with contextlib.ExitStack() as after_samples:
+                after_samples.callback(Snapshot(module).restore)
                 for sample in samples:
-                    _call(self._parts, target, *copy.deepcopy(sample))
-            finally:
-                before.restore()
+                    _call(module, target, *copy.deepcopy(sample))
             session.compile_new_inputs(after=math.inf)
             session.check("infer")
             self._undo = undo.pop_all()
@@ -293,10 +287,9 @@ class InductorBackend:
         self._finalizer.atexit = False
 
 
-def _call(parts: list[Any], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module, the first of its ``parts``, with tensors that the compiled graphs accept."""
-    module = parts[0]
-    if True in map(_training, parts):
+def _call(module: nn.Module, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module with tensors that the compiled graphs accept."""
+    if module.training:
         module.eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     with torch.inference_mode(False), torch.no_grad():
