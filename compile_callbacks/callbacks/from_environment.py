@@ -21,8 +21,10 @@ def callbacks_from_environment() -> list[Callback]:
     """Return the callback for the mode in the environment variable, or no callback if the variable is not set."""
     if not (value := os.environ.get(VARIABLE, "")) or IS_HELPER in os.environ:
         return []
-    from compile_callbacks.callbacks.inductor_compile import CompileFromEnvironment
+    from compile_callbacks.callbacks.inductor_compile import InductorCompile
     from compile_callbacks.tuning.tune import as_phase_config
 
     as_phase_config(value, VARIABLE)  # an error names the variable
-    return [CompileFromEnvironment(value, value)]
+    callback = InductorCompile(value, value)
+    callback.from_environment = True
+    return [callback]

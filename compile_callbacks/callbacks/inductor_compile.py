@@ -34,7 +34,7 @@ from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.targets.users_compile import match_orig_mod_keys
 from compile_callbacks.tuning.tune import PhaseMode
 
-_OF_RUN = ("session", "_active", "_trainer", "_key_matcher", "_nested", "_outer_stage", "on_after_backward")
+_OF_RUN = ("session", "_active", "_trainer", "_key_matcher")
 """The attributes that a copy does not get. A strategy that spawns processes pickles the callback for each of them."""
 
 
@@ -101,14 +101,13 @@ class InductorCompile(Callback):
     # The constructor sets none of these, because copies begin without a run.
     session: Session | None = None
     """The session of the current or last run."""
-    _active: Session | None = None  # the session if it is running, except in a nested call
+    _active: Session | None = None  # the session if it is running
     _trainer: Trainer | None = None  # the trainer of the running call, unless its rest runs eagerly
     _key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
-    _nested: Trainer | None = None  # the trainer of the outermost call within the running call
-    _outer_stage = Stage()  # the stage of the call around the nested call
+    from_environment = False
+    """Whether the variable ``COMPILE_CALLBACKS`` added it. Next to another `InductorCompile`, it then does nothing."""
     _printed = False  # whether the report was printed
-    _step_is_timed = False
-    _global_step_before = 0
+    _global_step_before: int | None = None  # at the start of a timed step
     _misconfiguration: type[Exception] = MisconfigurationException
 
     def __init__(
@@ -146,8 +145,14 @@ class InductorCompile(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Begin a call. A nested call, such as ``trainer.validate`` in a hook of a fit, runs eagerly, not measured."""
-        if len(_named_by_script(trainer)) > 1:
+        """Begin a call. A nested call, such as ``trainer.validate`` in a hook of a fit, ends the outer one."""
+        # Only now, all callbacks are known: Lightning adds those of entry points and of the module.
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
+        others = [c for c in callbacks if isinstance(c, InductorCompile) and c is not self and not c.from_environment]
+        if others and self.from_environment:
+            rank_zero_info("COMPILE_CALLBACKS has no effect, because the script has its own InductorCompile")
+            return
+        if others:
             message = (
                 "the Trainer has more than one InductorCompile. Name all modules to compile in one callback, as in "
                 "InductorCompile(targets=['encoder', 'head']). For other settings of a part, call its compile(mode=...)"
@@ -156,15 +161,11 @@ class InductorCompile(Callback):
         if refused := unsupported_strategy_reason(trainer.strategy):
             raise self._misconfiguration(with_code("CC801", refused))
         if (running := self._trainer) is not None:
+            self._end_call(running)
             # If another callback raised in ``on_exception``, the earlier call ended without our hook.
             if running.state.status == TrainerStatus.RUNNING and not (running is trainer and stage == "fit"):
-                if self._active is not None:
-                    self._nested, self._outer_stage = trainer, self._active.stage
-                    self._active.stage_begins(dataclasses.replace(self._active.stage, eager=True))
-                    self._active = None
-                return
-            self._close()
-        self._nested, self._trainer, self._key_matcher = None, trainer, match_orig_mod_keys(pl_module)
+                warn_user("CC106", "a Trainer call began within another one. The rest of the outer call is eager")
+        self._trainer, self._key_matcher = trainer, match_orig_mod_keys(pl_module)
         undo_users_compile(pl_module, self.arguments, trainer)
 
     @override
@@ -188,8 +189,8 @@ class InductorCompile(Callback):
             exception.add_note(f"InductorCompile wrote no report: {in_one_line(describe_failure(error))}")
 
     def _prepare(self, trainer: Trainer, pl_module: LightningModule) -> Session | None:
-        """In the first hook of a call, begin the session. Return ``None`` in a nested call and after `_give_up`."""
-        if trainer is not self._trainer or trainer is self._nested:
+        """In the first hook of a call, begin the session. Return ``None`` after a nested call and `_give_up`."""
+        if trainer is not self._trainer:
             return None
         if self.session is None or self.session.module is not pl_module:
             if self.session is not None:
@@ -207,7 +208,7 @@ class InductorCompile(Callback):
             except Exception as error:
                 self._give_up("begin the run", error)
                 return None
-        self._active, self._nested = self.session, None  # another callback may have hidden the end of a nested call
+        self._active = self.session
         return self.session
 
     def _new_session(self, trainer: Trainer, pl_module: LightningModule) -> Session:
@@ -239,30 +240,22 @@ class InductorCompile(Callback):
             self.session.discard()  # type: ignore[union-attr]
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        """End a call, and write its report. A nested call has no report."""
-        if trainer is self._nested:
-            self._nested, self._active = None, self.session
-            if self._active is not None:
-                self._active.stage_begins(self._outer_stage)
-        elif trainer is self._trainer:
-            vars(self).pop("on_after_backward", None)
-            self._trainer = self._active = None
-            self._close()
-            try:
-                self._write_report(trainer, exception)
-            except Exception as error:
-                if exception is not None:
-                    raise
-                self._give_up("write the report", error)
-
-    def _close(self) -> None:
-        """Remove the hook and the compiled targets of the call."""
+        """End a call: remove the hook and the compiled targets, and write the report."""
+        if (ours := self._trainer) is None or (ours is not trainer and ours.state.status == TrainerStatus.RUNNING):
+            return
+        self._trainer = self._active = None
         self._key_matcher.remove()
         try:
             if self.session is not None:
                 self.session.end(keep_compiled=self.arguments.keep_compiled)
         except Exception as error:
             self._give_up("clean up after the run", error)
+        try:
+            self._write_report(trainer, exception)
+        except Exception as error:
+            if exception is not None:
+                raise
+            self._give_up("write the report", error)
 
     def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""
@@ -285,49 +278,33 @@ class InductorCompile(Callback):
         """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""
         if self._active and trainer.loggers and trainer.is_global_zero:
             try:
-                scalars = self._active.report(details=details).scalars()
+                loggers.log(trainer.loggers, trainer.global_step, self._active.report(details=details).scalars())
             except Exception as error:
                 self._give_up("compute the logged figures", error)
-            else:
-                loggers.log(trainer.loggers, trainer.global_step, scalars)
 
     # ------------------------------------------------------------------------------------------ stages
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_stage(trainer, pl_module, "train")
-        if (session := self._active) is not None and session.gpu.on_gpu:
-            # Only if it has an effect, because each hook takes time in each step.
-            self.on_after_backward = self._keep_gradients  # type: ignore[method-assign]
+        self._begin_stage(trainer, pl_module, "train" if trainer.training else "infer")
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_stage(trainer, "train")
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begin_stage(trainer, pl_module, "infer")
-
-    on_test_start = on_predict_start = on_validation_start
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_stage(trainer, "infer")
-        if trainer.state.fn == "fit":
+        if (session := self._active) is not None:
+            session.check("train" if trainer.training else "infer")
+        if not trainer.sanity_checking:
+            self._log_scalars(trainer)
+        if trainer.state.fn == "fit" and not trainer.training:
             self._begin_stage(trainer, pl_module, "train")
 
-    on_test_end = on_predict_end = on_validation_end
+    on_validation_end = on_test_end = on_predict_end = on_train_epoch_end
 
     def _begin_stage(self, trainer: Trainer, pl_module: LightningModule, phase: Phase) -> None:
         if (session := self._prepare(trainer, pl_module)) is not None:
             stage = Stage(phase=phase, eager=trainer.sanity_checking, weights_frozen=trainer.state.fn != "fit")
             session.stage_begins(stage, {} if stage.eager else remaining_steps(trainer))
-
-    def _end_stage(self, trainer: Trainer, phase: Phase) -> None:
-        if (session := self._active) is not None:
-            session.check(phase)
-        if not trainer.sanity_checking:
-            self._log_scalars(trainer)
 
     # ------------------------------------------------------------------------------------------ steps of all stages
 
@@ -336,9 +313,8 @@ class InductorCompile(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if (session := self._active) is not None:
-            self._step_is_timed = session.step_begins(first=batch_idx == 0)
-            if self._step_is_timed:
-                self._global_step_before = trainer.global_step
+            is_timed = session.step_begins(first=batch_idx == 0)
+            self._global_step_before = trainer.global_step if is_timed else None
 
     on_train_batch_start = on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -354,7 +330,7 @@ class InductorCompile(Callback):
     ) -> None:
         trains, accumulated = trainer.training, ""
         loader = "train" if trains else f"{trainer.state.stage} {dataloader_idx}"
-        if trains and self._step_is_timed:
+        if trains and self._global_step_before is not None:
             optimizer_steps = trainer.global_step - self._global_step_before
             accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
         if (session := self._active) is not None:
@@ -368,26 +344,8 @@ class InductorCompile(Callback):
 
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def _keep_gradients(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self._active
         if session is not None and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
             session.after_backward()
-
-
-class CompileFromEnvironment(InductorCompile):
-    """The callback of the variable ``COMPILE_CALLBACKS``. Next to another `InductorCompile`, it does nothing.
-
-    Only when a run begins, all callbacks are known: Lightning adds those of entry points and of the module.
-    """
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if not _named_by_script(trainer):
-            super().setup(trainer, pl_module, stage)
-        else:
-            rank_zero_info("COMPILE_CALLBACKS has no effect, because the script has its own InductorCompile")
-
-
-def _named_by_script(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # one of its connectors sets it
-    return [c for c in callbacks if isinstance(c, InductorCompile) and not isinstance(c, CompileFromEnvironment)]

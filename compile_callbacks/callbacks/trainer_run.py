@@ -37,14 +37,12 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     train = math.inf if estimated < 0 else max(0.0, estimated * trainer.accumulate_grad_batches - done)
     of_validation = float(sum(trainer.num_val_batches))  # 0 if the loaders are not created yet
     between = trainer.val_check_batch  # infinite if an epoch of unknown length ends with it; None if it runs by time
-    if not trainer.enable_validation:
-        return {"train": train, "infer": 0.0}
-    if of_validation == 0 or between is None or math.isinf(train):
-        return {"train": train, "infer": math.inf}
-    between = trainer.num_training_batches if math.isinf(between) else between
-    between *= trainer.check_val_every_n_epoch or 1
-    infer = math.inf if math.isinf(between) else (train // between + trainer.validating) * of_validation
-    return {"train": train, "infer": infer}
+    if between is not None and math.isinf(between):
+        between = trainer.num_training_batches
+    infer = math.inf
+    if of_validation and between is not None and math.isfinite(train + between):
+        infer = (train // (between * (trainer.check_val_every_n_epoch or 1)) + trainer.validating) * of_validation
+    return {"train": train, "infer": infer if trainer.enable_validation else 0.0}
 
 
 def undo_users_compile(pl_module: LightningModule, arguments: CompileArguments, trainer: Trainer | None = None) -> None:

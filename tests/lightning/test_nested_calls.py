@@ -1,4 +1,4 @@
-"""Trainer calls within a run: they run eagerly, and the outer run stays compiled."""
+"""Trainer calls within a run: the rest of the outer run is eager."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from torch import nn
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile
 from tests.support.models import FEATURES, Classifier, LoggerIn, fit, loader, trainer
 from tests.support.wrong_passes import WrongForward
 
@@ -63,32 +63,22 @@ class Validates(pl.Callback):
         pl_module.train()
 
 
-@pytest.mark.parametrize(
-    ("hook", "hidden", "nested"),
-    [
-        ("on_train_epoch_end", (), 4),
-        ("on_train_batch_end", (), 12),
-        ("in_step", (), 4),
-        ("on_train_epoch_start", (FailsTwice(),), 0),
-    ],
-)
-def test_a_nested_validation_runs_eagerly_and_fit_stays_compiled(hook, hidden, nested, tmp_path):
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end", "in_step", "on_train_epoch_start"])
+@pytest.mark.parametrize("hidden", [(), (FailsTwice(),)])
+def test_a_nested_validation_ends_the_compiled_part_of_a_fit(hook, hidden, tmp_path):
     """Also if another callback hides the end of the nested call."""
     passes, module = [WrongForward("train"), WrongForward("infer")], Tells()
     ours = InductorCompile(targets=["net"], passes=passes, baseline_steps=0, verify="off")
     inner = Validates(hook, *hidden, ours, logger=LoggerIn(tmp_path / "inner"))
     module.in_step = inner if hook == "in_step" else None
-    callbacks = (inner, ours) if hook == "on_train_batch_end" else (ours, inner)
     settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": LoggerIn(tmp_path / "outer")}
-    fit(*callbacks, make=lambda: module, train=3, validation=1, **settings)
+    with pytest.warns(CompileWarning, match="CC106"):
+        fit(ours, inner, make=lambda: module, train=3, validation=1, **settings)
     assert "_compiled_call_impl" not in vars(module.net)
-    assert ours.report.infer.graphs == 1
-    assert sorted(module.validation_compiled) == [False] * nested + [True] * 2
-    if hidden:
-        return
-    assert module.train_compiled == [True] * 6
-    assert ours.report.train.graphs == 1
     assert not module._load_state_dict_pre_hooks
-    report = tmp_path / "outer" / "compile_report.json"
-    assert {record["call"] for record in json.loads(report.read_text())} == {"fit"}
-    assert not (tmp_path / "inner" / report.name).exists()
+    compiled = {"on_train_epoch_end": 3, "on_train_batch_end": 1, "in_step": 1, "on_train_epoch_start": 0}[hook]
+    assert module.train_compiled == [True] * compiled + [False] * (6 - compiled)
+    assert any(module.validation_compiled) or hidden
+    records = [tmp_path / folder / "compile_report.json" for folder in ("outer", "inner")]
+    calls = [{record["call"] for record in json.loads(path.read_text())} if path.exists() else {} for path in records]
+    assert calls[: 2 - len(hidden)] == [{"fit"} if compiled else {}, {"validate"}][: 2 - len(hidden)]
