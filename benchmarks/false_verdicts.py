@@ -114,11 +114,12 @@ def simulate_report(ratio: float, *, seed: int, steps: int = 2000, **machine: fl
 def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: float) -> str:
     """Return "faster" if a `Tune` of one candidate chooses the candidate, else "no difference"."""
     simulated = Machine(ratio, COMPILE_SECONDS + steps * STEP_SECONDS, seed=seed, **machine)
-    facts = lambda variant: CompileFacts(COMPILE_SECONDS)  # noqa: E731
-    contest = Contest("train", Tune(["default"]), facts=facts, waits=None, tell=lambda line: None)
+    contest = Contest("train", Tune(["default"]))
+    contest.facts = lambda variant: CompileFacts(COMPILE_SECONDS)
+    contest.waits, contest.tell = lambda variant: None, lambda line: None
     contest.begin(Conditions())
     number: Counter[Variant] = Counter()
-    while contest.chosen is None:
+    while contest.decision is None:
         variant, _ = contest.next()
         number[variant] += 1
         if variant.config is not None and number[variant] == 1:
@@ -126,7 +127,7 @@ def simulate_tune(ratio: float, *, seed: int, steps: int = 2000, **machine: floa
         seconds = simulated.step_seconds(compiled=variant.config is not None)
         is_sample = (sum(number.values()) - 1) % (4 + 10) >= 2 + WARMUP_STEPS
         contest.done(Step(variant=variant, workload=WORKLOAD, end=seconds, is_sample=is_sample))
-    return "no difference" if contest.chosen.name == "eager" else "faster"
+    return "no difference" if contest.decision.name == "eager" else "faster"
 
 
 def simulation(runs: int) -> Iterator[Row]:

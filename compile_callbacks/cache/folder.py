@@ -149,10 +149,10 @@ def model_fingerprint(module: nn.Module) -> str:
     return digest(texts)
 
 
-def conditions(
+def facts_of_run(
     *, model: str, targets: Sequence[str], passes: Sequence[Any], precision: str, device: torch.device, ranks: int = 1
 ) -> dict[str, str]:
-    """Return the conditions of a run that may change which config is the fastest."""
+    """Return the facts about a run that may change which config is the fastest."""
     return {
         "compile-callbacks": installed_version("compile-callbacks") or "none",
         "device": device_name(device),

@@ -32,6 +32,7 @@ from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason, unsupported_strategy_reason
 from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.targets.users_compile import match_orig_mod_keys
+from compile_callbacks.tuning.contest import Conditions
 from compile_callbacks.tuning.tune import PhaseMode
 
 _OF_RUN = ("session", "_active", "_trainer", "_key_matcher")
@@ -198,13 +199,14 @@ class InductorCompile(Callback):
             self.session = self._new_session(trainer, pl_module)
         if not self.session.running:
             try:
-                self.session.begin(
+                conditions = Conditions(
                     precision=str(trainer.precision),
                     rank=trainer.global_rank,
                     ranks=trainer.world_size,
                     of_rank_zero=trainer.strategy.broadcast,
                     stopping=functools.partial(is_stopping, weakref.ref(trainer)),
                 )
+                self.session.begin(conditions)
             except Exception as error:
                 self._give_up("begin the run", error)
                 return None
@@ -266,7 +268,7 @@ class InductorCompile(Callback):
             return
         path = loggers.write_report(trainer, report, exception)
         if exception is None:
-            self.session.check_run()
+            self.session.check()
             if not trainer.is_global_zero or (trainer.state.fn != "fit" and self._printed):
                 return
             self._printed = True

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
 from compile_callbacks.calls.phase_switch import PhaseSwitch
-from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompileKey, EventKind
 from compile_callbacks.profiling.recompiles import short_reason
+from compile_callbacks.report.figures import PhaseReport
+from compile_callbacks.report.sentences import describe_verdict
 from compile_callbacks.session.phase_run import PhaseRun
 
 MAX_UNWARNED_RATIO = 0.95
@@ -21,7 +23,6 @@ MAX_UNWARNED_RATIO = 0.95
 LEAST_SHARE = 0.2
 """The share of a target's weights that its graphs must use. With a smaller share, most of it may run eagerly."""
 
-_CAUSES: tuple[EventKind, ...] = ("cudagraph_skip", "fallback", "eager_call", "recompile", "graph_break")
 NAME_OTHERS = (
     "Name the modules or methods that the steps call in targets=[...]. A call inside a function that you compiled with "
     "torch.compile belongs to the graph of that function"
@@ -49,7 +50,7 @@ def at_begin() -> Iterator[Finding]:
 
 def without_effect(run: PhaseRun, mode_argument: str) -> Iterator[Finding]:
     """Find settings of the chosen config that have no effect on this module and this device."""
-    config, (device, sharded, *_) = run.chosen.config, run.contest.conditions
+    config, (device, sharded, *_) = run.chosen.config, run.conditions
     if config is None or run.chosen.name is not None:  # nobody asked for a candidate of "auto"
         return
     mode, key = f"{mode_argument}={config.describe()!r}", CompileKey("the module", run.phase)
@@ -83,7 +84,6 @@ def of_stage(run: PhaseRun, switch: PhaseSwitch, *, finds_targets: bool) -> Iter
     for compiled in switch.compiled_targets(run.phase) if run.chosen.config is not None else ():
         if compiled.called and not compiled.backend.waits:
             yield from _of_target(run, compiled)
-    yield from slow_steps(run)
 
 
 def _recompile_limits(run: PhaseRun) -> Iterator[Finding]:
@@ -121,39 +121,23 @@ def _of_target(run: PhaseRun, compiled: CompiledTarget) -> Iterator[Finding]:
             "only the parts that torch can trace, or leave the phase eager"
         )
         yield Finding("CC131", message, key[:2])
-    may_freeze = run.chosen.name is None and not run.contest.conditions.sharded
+    may_freeze = run.chosen.name is None and not run.conditions.sharded
     if may_freeze and config is not None and config.freezes and not compiled.backend.frozen:
         reason = "freezing has no effect while weights may change, as during fit"
         yield Finding(event=("freezing", key, reason))  # no warning, because `validate` may freeze it later
 
 
-def slow_steps(run: PhaseRun) -> Iterator[Finding]:
+def slow_steps(phase: Phase, report: PhaseReport) -> Iterator[Finding]:
     """Find that the compiled steps are slower than eager steps, by the rule of the report's verdict and by 5%."""
-    times = run.times.times(run.chosen.name)
-    comparison = times.comparison
-    if comparison is None or comparison.outcome != "slower" or comparison.ratio > MAX_UNWARNED_RATIO:
-        return
-    figures = f"{median_ms(times.compiled_ms):.2f} ms, eager {median_ms(times.eager_ms):.2f} ms"
-    of_kind = (run.events(kind, candidate=run.chosen.name) for kind in _CAUSES)
-    cause = next((found[0 if found[0].kind == "graph_break" else -1] for found in of_kind if found), None)
-    causes = "torch reports no cause. Other programs that use the machine are a possible cause"
-    if cause is not None:
-        event = f"the {'first' if cause.kind == 'graph_break' else 'last'} {cause.kind.replace('_', ' ')} of target"
-        reason = short_reason(cause.reason or "torch gives no reason")
-        causes = f"Possible causes are {event} {cause.target!r} ({reason}), and other programs that use the machine"
-    message = (
-        f"compiled {run.phase} steps are slower than eager steps ({figures}). {causes}. "
-        f"{run.phase}_mode='eager' leaves the phase eager"
-    )
-    yield Finding("CC501", message, (run.phase, cause and (cause.kind, cause.reason)))
+    if report.verdict == "slower" and (report.speedup or 1.0) <= MAX_UNWARNED_RATIO:
+        message = f"compiled {phase} steps are slower than eager steps: {describe_verdict(phase, report)}"
+        yield Finding("CC501", message, phase)
 
 
-def of_run(runs: list[PhaseRun], switch: PhaseSwitch, *, finds_targets: bool) -> Iterator[Finding]:
-    """Find at the end of a run that steps are slow, and that no step called a named target."""
-    for run in runs:
-        yield from slow_steps(run)
+def of_run(train: PhaseRun, switch: PhaseSwitch, *, finds_targets: bool) -> Iterator[Finding]:
+    """Find at the end of a run that no step called a named target."""
     called = switch.called_targets("train") | switch.called_targets("infer")
-    is_wrong = called and not finds_targets and runs[0].times.number and _torch.dynamo.has_call_slot()
+    is_wrong = called and not finds_targets and train.times.number and _torch.dynamo.has_call_slot()
     for target in switch.targets if is_wrong else ():
         if target.name not in called:
             message = f"target {target.name!r} was never called, so it is not compiled. {NAME_OTHERS}"

@@ -21,6 +21,7 @@ from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.tuning.contest import Conditions
 from compile_callbacks.tuning.tune import Tune
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -134,7 +135,7 @@ class GradModeSession(Session):
 
     def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
         """Compile the module in place, until the module is deleted or the session is discarded."""
-        self.begin()
+        self.begin(Conditions())
         if found_from_module:
             for dispatcher in self._switch.dispatchers():
                 dispatcher.session = self

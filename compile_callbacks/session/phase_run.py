@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
-from compile_callbacks.tuning.candidates import CompileFacts
+from compile_callbacks.tuning.candidates import CompileFacts, Trial
 from compile_callbacks.tuning.contest import Contest
 from compile_callbacks.tuning.tune import PhaseConfig, Tune
 
@@ -36,50 +36,35 @@ class Stage:
     weights_frozen: bool = False  # whether the weights are constant, so that compiled code may contain them
 
 
-class PhaseRun:
+class PhaseRun(Contest):
     """One phase of a session, over any number of Trainer runs."""
 
     def __init__(
         self,
         phase: Phase,
         settings: PhaseConfig,
-        *,
         module: nn.Module,
         recorder: CompileRecorder,
         requests: RequestQueue | None,
         print_line: Callable[[str], None],
     ) -> None:
-        self.phase, self.settings = phase, settings
+        super().__init__(phase, settings)
         self.times = PhaseTimes(phase)
-        self.is_settled = False
-        """Whether the session has acted on the last decision of the contest."""
-        self.precision = ""
-        self._module, self._recorder, self._requests = module, recorder, requests
+        self.settled: Any = None
+        """The decision and the turn on which the session has acted."""
+        self._module, self._recorder, self._requests, self._print_line = module, recorder, requests, print_line
         self._loaded = False  # whether the code from another process is loaded
-        self._conditions: tuple[Stage | None, str] = (None, "")
-        self.contest = Contest(
-            phase,
-            settings,
-            facts=self._facts,
-            waits=None if requests is None else self._waits,
-            tell=print_line if isinstance(settings, Tune) else functools.partial(self.record, "sent_back"),
-        )
-
-    @property
-    def chosen(self) -> Variant:
-        """The variant of the phase. Eager, until its eager steps have ended and a `Tune` has chosen a candidate."""
-        return self.contest.chosen or EAGER_VARIANT
-
-    @property
-    def kept(self) -> Variant:
-        """The variant of a module that stays compiled after the run. The eager steps end with the run."""
-        self.contest.end_baseline()
-        return self.chosen
+        self._usual_conditions: tuple[Stage | None, str] = (None, "")
 
     @property
     def mode(self) -> str:
         """The settings of the phase in one line: after its eager steps, the config that was chosen."""
-        return self.contest.settings.describe() if self.contest.settings else EAGER
+        return self.settings.describe() if self.settings else EAGER
+
+    @property
+    def reported(self) -> Iterable[Trial]:
+        """The result of each candidate of a `Tune` so far. Empty if the phase did not run."""
+        return self.trials.values() if isinstance(self.settings, Tune) and self.times.number else ()
 
     def events(self, *kinds: str, candidate: str | None = None) -> list[CompileEvent]:
         """Return the events of these kinds, or of all kinds, about a candidate."""
@@ -90,7 +75,12 @@ class PhaseRun:
         """Record an event about the whole phase."""
         self._recorder.record(kind, CompileKey("the module", self.phase), reason=reason)
 
-    def _facts(self, variant: Variant) -> CompileFacts:
+    def tell(self, line: str) -> None:
+        """Print the choice of a `Tune`, or record that the only config is slower."""
+        self._print_line(line) if isinstance(self.settings, Tune) else self.record("sent_back", line)
+
+    def facts(self, variant: Variant) -> CompileFacts:
+        """Return the facts about the compiles of a variant."""
         self._recorder.collect()
         events = self.events(candidate=variant.name)
         problems: list[Any] = [("wrong", e.reason or "it differs from eager") for e in events if e.verdict == "differs"]
@@ -101,7 +91,7 @@ class PhaseRun:
         breaks = [event.reason or "" for event in events if event.kind == "graph_break"]
         return CompileFacts(seconds, next(iter(problems), None), tuple(healing_settings(breaks)[0]))
 
-    def _waits(self, variant: Variant) -> Variant | None:
+    def waits(self, variant: Variant) -> Variant | None:
         """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
         requests = self._requests
         if requests is None or self._loaded:
@@ -117,8 +107,7 @@ class PhaseRun:
 
     def _is_too_short(self) -> bool:
         """Return whether the rest of the run is too short to repay a compile, and record it once."""
-        eager_ms = median_ms(self.times.times().eager_ms)
-        seconds = self.contest.steps_left * eager_ms / 1000 if eager_ms else float("inf")
+        seconds = self.steps_left * (median_ms(self.times.times().eager_ms) or math.inf) / 1000
         is_short = seconds < LEAST_SECONDS
         if is_short and not self.events("not_requested"):
             self.record("not_requested", f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)")
@@ -127,23 +116,23 @@ class PhaseRun:
     def end_step(self, step: Step, stage: Stage, loader: str, batch: Any, accumulated: str) -> None:
         """End a step: measure it, and tell the contest about it."""
         if step.timed_on is not None:
-            if step.first or step.compiling or stage is not self._conditions[0]:
-                self._conditions = stage, self._describe_conditions(step, stage)
-            conditions = f"{accumulated}, {self._conditions[1]}" if accumulated else self._conditions[1]
+            if step.first or step.compiling or stage is not self._usual_conditions[0]:
+                self._usual_conditions = stage, self._describe_conditions(step, stage)
+            conditions = f"{accumulated}, {self._usual_conditions[1]}" if accumulated else self._usual_conditions[1]
             step.workload = Workload(loader, conditions, signature(batch))
             if step.first or step.compiling:
-                self._conditions = None, ""  # because the next step may differ
+                self._usual_conditions = None, ""  # because the next step may differ
         if step.compiling:
             events = self.events("compile", "verify", candidate=step.variant.name)
             parts = {event.part for event in events if event.step == self.times.number + 1}
             step.needs_more_memory = parts != {"cudagraph"}
         self.times.end(step, loader)
-        if self.contest.turns:
-            self.is_settled &= not self.contest.done(step)
+        if self.turn is not None:
+            self.done(step)
 
     def _describe_conditions(self, step: Step, stage: Stage) -> str:
         """Describe the conditions on which the time of a step depends, in addition to its batch."""
-        known: dict[str, object] = {"precision": self.precision}
+        known: dict[str, object] = {"precision": self.conditions.precision}
         if stage.phase == "train":  # the backward pass depends on the weights that require grad
             known["trained"] = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
         if isinstance(self.settings, Tune):

@@ -18,7 +18,7 @@ from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce, with_code
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.background.helper import Helper
-from compile_callbacks.cache.folder import ModelRecord, conditions, model_fingerprint, use_cache
+from compile_callbacks.cache.folder import ModelRecord, facts_of_run, model_fingerprint, use_cache
 from compile_callbacks.calls.phase_switch import PhaseSwitch
 from compile_callbacks.calls.target_search import TargetSearch
 from compile_callbacks.config.inductor_config import EAGER_VARIANT
@@ -33,7 +33,7 @@ from compile_callbacks.session import findings
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED, unsupported_reason
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.contest import Conditions
 
@@ -68,15 +68,9 @@ class Session:
             settings=settings,
             warn=self._warn,
         )
+        waits_for = requests if in_background else None
         self._phases = {
-            phase: PhaseRun(
-                phase,
-                config,
-                module=module,
-                recorder=self._recorder,
-                requests=requests if in_background else None,
-                print_line=print_line,
-            )
+            phase: PhaseRun(phase, config, module, self._recorder, waits_for, print_line)
             for phase, config in arguments.configs.items()
         }
         finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
@@ -108,28 +102,21 @@ class Session:
             text = f"raised by compiled code of {names} in the {phase} phase; if eager code does not raise it, {remedy}"
             error.add_note(with_code("CC301", text))
 
-    def begin(
-        self,
-        *,
-        precision: str = "",
-        rank: int = 0,
-        ranks: int = 1,
-        of_rank_zero: Callable[[Any], Any] = lambda value: value,
-        stopping: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Begin a Trainer run, and install the targets.
-
-        ``of_rank_zero`` returns rank zero's value on each rank. ``stopping`` must not refer to the module.
-        """
+    def begin(self, conditions: Conditions) -> None:
+        """Begin a Trainer run, and install the targets."""
         undo = self._undo = contextlib.ExitStack()
         arguments, settings, recorder = self._arguments, self._arguments.target_settings, self._recorder
-        recorder.stopping = stopping
-        device, sharded = device_of(self.module), _torch.distributed.is_sharded(self.module)
-        self.gpu.begin(device)
+        recorder.stopping = conditions.stopping
+        conditions = conditions._replace(
+            device=device_of(self.module),
+            sharded=WEIGHTS_ARE_SHARDED if _torch.distributed.is_sharded(self.module) else None,
+            baseline_steps=arguments.baseline_steps,
+            in_background=self._helper is not None,
+        )
+        self.gpu.begin(conditions.device)
         if self._helper is not None:
             requests = settings.requests
-            requests.in_run, requests.failure, requests.takes_trials = True, None, ranks == 1
-        record, known = None, {}
+            requests.in_run, requests.failure, requests.takes_trials = True, None, conditions.ranks == 1
         if arguments.compiles:
             self._tell(findings.at_begin())
             undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
@@ -139,32 +126,34 @@ class Session:
                 self._warn.warn("CC401", problem)
             model = model_fingerprint(self.module)
             path = settings.cache_dir / f"model-{model}.json"
-            record = ModelRecord(path, read_only=rank > 0 or problem is not None)
+            record = ModelRecord(path, read_only=conditions.rank > 0 or problem is not None)
             self._switch.observed.restore(record.load()["shapes"])
-            targets, passes = arguments.targets or (), settings.passes
-            known = conditions(
-                model=model, targets=targets, passes=passes, precision=precision, device=device, ranks=ranks
+            known = facts_of_run(
+                model=model,
+                targets=arguments.targets or (),
+                passes=settings.passes,
+                precision=conditions.precision,
+                device=conditions.device,
+                ranks=conditions.ranks,
             )
+            conditions = conditions._replace(known=known, record=record)
         recorder.listen()
         undo.callback(recorder.stop)
         self._switch.install()
         for phase, run in self._phases.items():
-            run.precision, run.is_settled = precision, False
-            shapes = functools.partial(self._switch.observed.shares, phase)
-            not_whole, steps = WEIGHTS_ARE_SHARDED if sharded else None, arguments.baseline_steps
-            of_run = Conditions(device, not_whole, shapes, steps, rank, ranks, of_rank_zero, known, record)
-            run.contest.begin(of_run)
-        self._settle()
+            run.begin(conditions._replace(shapes=functools.partial(self._switch.observed.shares, phase)))
+            self._settle(run)
 
     def end(self, *, keep_compiled: bool = False) -> None:
         """End the Trainer run, and restore the module unless ``keep_compiled`` is set."""
         undo, self._undo = self._undo or contextlib.ExitStack(), None
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
-        requests, contests = self._arguments.target_settings.requests, [run.contest for run in self._phases.values()]
+        requests, runs = self._arguments.target_settings.requests, self._phases
         with undo:  # calls each action, the last one first, even if another action raises
             if keep_compiled:
-                variants = {phase: run.kept for phase, run in self._phases.items()}
-                undo.callback(self._switch.select_by_grad_mode, variants)
+                for run in runs.values():
+                    run.end_baseline()
+                undo.callback(self._switch.select_by_grad_mode, {phase: run.chosen for phase, run in runs.items()})
                 undo.callback(requests.end_run)
             else:
                 undo.callback(self._switch.remove)
@@ -172,8 +161,8 @@ class Session:
             undo.callback(self._search.remove)
             undo.callback(self.gpu.end)
             undo.callback(self._helper.stop if self._helper is not None else lambda: None)
-        for contest in contests:
-            contest.conditions = contest.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
+        for run in runs.values():
+            run.conditions = run.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
         if keep_compiled and self._arguments.compiles:
             _torch.dynamo.validate_arguments(False)  # because guards of compiled code check this setting
 
@@ -190,15 +179,14 @@ class Session:
         A running step is not measured. A number of steps is ``math.inf`` if it is unknown.
         """
         for phase, steps in (remaining or {}).items():
-            if not steps:  # a later call may run the phase
-                continue
-            self._phases[phase].is_settled &= not self._phases[phase].contest.plan(steps)
+            if steps:  # otherwise, a later call may run the phase
+                self._phases[phase].plan(steps)
         self._search.step_ends()
         self.stage, self._step = stage, None
         run = self._phases[stage.phase]
         if self._helper is not None and not stage.eager and run.settings is not None:
-            self._helper.start(ranks=run.contest.conditions.ranks)
-        variant = EAGER_VARIANT if stage.eager else run.contest.next()[0]
+            self._helper.start(ranks=run.conditions.ranks)
+        variant = EAGER_VARIANT if stage.eager else run.next()[0]
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
@@ -222,10 +210,10 @@ class Session:
         self._step = None
         if first:
             self._switch.invalidate_weights()
-        variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.contest.next()
+        variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
-        if not run.is_settled:  # not when the last step ends, because its outputs still need their compiled code
-            self._settle()
+        if run.settled != (run.decision, run.turn):  # not before, because outputs of the last step need their code
+            self._settle(run)
         looks_up, self._search.in_step = first or stage.phase != self._search.phase, True
         if looks_up or self._search.records_methods:
             self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
@@ -244,7 +232,7 @@ class Session:
         recorder.step = run.times.number + 1
         if self._helper is not None:
             self._helper.poll()
-        run.times.begin(step, run.contest.conditions.device)
+        run.times.begin(step, run.conditions.device)
         return step.timed_on is not None
 
     def after_backward(self) -> None:
@@ -280,15 +268,16 @@ class Session:
         if not (step.wanted or step.compiling or requests.active):
             self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
 
-    def check(self, phase: Phase) -> None:
-        """At the end of a stage, warn once about each target that ran uncompiled, and about slow steps."""
+    def check(self, phase: Phase | None = None) -> None:
+        """At the end of a stage, or of the run, warn once about targets that ran uncompiled, and about slow steps."""
         self._recorder.collect()
-        self._tell(findings.of_stage(self._phases[phase], self._switch, finds_targets=bool(self._search.searched)))
-
-    def check_run(self) -> None:
-        """Warn at the end of a run about slow steps, and about targets that no step called."""
-        runs = list(self._phases.values())
-        self._tell(findings.of_run(runs, self._switch, finds_targets=bool(self._search.searched)))
+        switch, finds_targets = self._switch, bool(self._search.searched)
+        if phase is None:
+            self._tell(findings.of_run(self._phases["train"], switch, finds_targets=finds_targets))
+        for run in self._phases.values() if phase is None else [self._phases[phase]]:
+            if phase is not None:
+                self._tell(findings.of_stage(run, switch, finds_targets=finds_targets))
+            self._tell(findings.slow_steps(run.phase, self.report(details=False).phase(run.phase)))
 
     # ------------------------------------------------------------------------------------------ results
 
@@ -312,7 +301,7 @@ class Session:
                 recorder=self._recorder,
                 timer=run.times,
                 waits=requests.waits(phase, None),
-                trials=tuple(trial.to_dict() for trial in run.contest.reported),
+                trials=tuple(trial.to_dict() for trial in run.reported),
             )
         report = CompileReport(facts=facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
@@ -336,21 +325,21 @@ class Session:
         remedy = "The steps whose code is not loaded yet run eagerly; background=False compiles in this process"
         self._warn.warn("CC308", f"{reason}. {remedy}")
 
-    def _settle(self) -> None:
-        """Act on decisions: warn about settings without effect, and free compiled code that will not run again."""
-        for phase, run in self._phases.items():
-            if not run.is_settled:
-                run.is_settled, contest = True, run.contest
-                found = findings.without_effect(run, self._arguments.mode_arguments[phase])
-                warns = contest.conditions.rank == 0  # for all ranks
-                self._tell(each if warns else each._replace(message="") for each in found)
-                # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
-                self.after_backward()
-                self._switch.free_other_variants(phase, contest.alive, on_trial=contest.chosen is None)
-                self.gpu.free_cached()
+    def _settle(self, run: PhaseRun) -> None:
+        """Act on a decision: warn about settings without effect, and free compiled code that will not run again."""
+        run.settled = run.decision, run.turn
+        if refused := unsupported_reason(self.module, {run.phase: run.chosen.config}):
+            raise ValueError(with_code("CC802", refused))
+        found = findings.without_effect(run, self._arguments.mode_arguments[run.phase])
+        warns = run.conditions.rank == 0  # for all ranks
+        self._tell(each if warns else each._replace(message="") for each in found)
+        # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
+        self.after_backward()
+        self._switch.free_other_variants(run.phase, run.alive, on_trial=run.decision is None)
+        self.gpu.free_cached()
 
     def _save_record(self) -> None:
-        if (record := self._phases["train"].contest.conditions.record) is None:
+        if (record := self._phases["train"].conditions.record) is None:
             return
         self._recorder.collect()
         if not record.read_only:

@@ -1,12 +1,11 @@
-"""`Trial`: a candidate of a `Contest` and its blocks of steps. `candidates_of` lists the candidates of a `Tune`."""
+"""`Trial`: a candidate of a `Contest`, its blocks of steps, and the rule by which it wins."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +13,23 @@ import torch
 
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import InductorConfig, Variant
+from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.tuning.tune import Tune
 
+LEVEL, MIN_SPEEDUP = 0.99, 1.01
+"""The confidence level and the speedup over eager that a candidate needs. The level is stricter than in the report,
+because a `Tune` compares each candidate with eager, and one false result is enough for a wrong choice."""
+
+MAX_ROUNDS, MAX_LOST_ROUNDS = 10, 1
+"""The number of rounds if none decides earlier, and how many of them the winner may lose. A candidate that is as fast
+as eager loses at most one of ten rounds with a probability of 11 / 2**10, about 1 - `LEVEL`."""
+
+FIRST_COMPILE_SECONDS, AUTOTUNE_COST, SAVED_SHARE, AUTOTUNE_SHARE = 5.0, 8.0, 0.8, 0.2
+"""Rough values: the compile time until one is measured, its factor if Inductor measures kernels, and the largest share
+of a step that a candidate may save, without and with such measurements."""
+
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
-"""The result of a candidate. ``"not faster"``: not faster than eager by 1% and by more than noise.
-``"not compared"``: too few steps can be compared. ``"not tried"``: never compiled.
-"""
+"""The result of a candidate. ``"not faster"``: not faster than eager by 1% and by more than noise."""
 
 
 class CompileFacts(NamedTuple):
@@ -30,7 +40,7 @@ class CompileFacts(NamedTuple):
     healing: tuple[str, ...] = ()  # the settings of Dynamo that may remove some of its graph breaks
 
 
-@dataclass
+@dataclass(eq=False)
 class Trial:
     """The result of one candidate."""
 
@@ -38,14 +48,8 @@ class Trial:
     verdict: Verdict = "undecided"
     reason: str | None = None  # the reason for the verdict, if the numbers do not show it
     blocks: list[list[float]] = field(default_factory=list)  # the step times of each block, in milliseconds
-    facts: CompileFacts | None = None
+    facts: CompileFacts = field(default_factory=CompileFacts)
     rounds: int = 0  # the rounds so far: a block of the candidate and a block of eager
-    lacks_steps: bool = False  # whether a longer run may decide otherwise
-
-    @property
-    def candidate(self) -> str:
-        """The settings in one line, or ``"eager"``."""
-        return str(self.variant.name)
 
     @property
     def samples(self) -> list[float]:
@@ -57,58 +61,77 @@ class Trial:
         """The median of the compared step times, or infinity without a sample."""
         return statistics.median(self.samples) if self.samples else math.inf
 
-    @property
-    def autotunes(self) -> bool:
-        """Whether Inductor measures kernels when it compiles the candidate."""
-        return self.variant.config is not None and self.variant.config.mode.startswith("max-autotune")
-
     def decide(self, verdict: Verdict, reason: str | None = None) -> None:
         """Set the result."""
         self.verdict, self.reason = verdict, reason
+
+    def wins(self, eager: Trial) -> bool | None:
+        """Return whether the candidate is faster than eager, or ``None`` if another round may decide.
+
+        It must be faster by `MIN_SPEEDUP` and by more than noise. Each block is a window of `compare`, so a disturbance
+        of one block decides nothing. If disturbances are frequent, the candidate also wins if it lost at most
+        `MAX_LOST_ROUNDS`: the blocks of a round ran after each other, so a disturbance of some rounds changes both.
+        """
+        if self.verdict != "undecided" or min(len(self.samples), len(eager.samples)) < MIN_SAMPLES:
+            return False
+        if not self.rounds:
+            return None if self.ms * MIN_SPEEDUP < eager.ms else False
+        comparison = compare(eager.blocks, self.blocks, LEVEL)
+        if comparison is not None and comparison.low > MIN_SPEEDUP:
+            return True
+        median, rounds = statistics.median, zip(eager.blocks[-self.rounds :], self.blocks[-self.rounds :], strict=False)
+        lost = sum(not (ours and theirs and median(ours) * MIN_SPEEDUP < median(theirs)) for theirs, ours in rounds)
+        return False if lost > MAX_LOST_ROUNDS else True if self.rounds == MAX_ROUNDS else None
+
+    def lose(self, eager: Trial) -> None:
+        """Set the result of a candidate that is not faster than eager, unless it failed."""
+        samples, noise = min(len(self.samples), len(eager.samples)), ", which is within noise" if self.rounds else ""
+        if self.verdict == "undecided" and samples < MIN_SAMPLES:
+            self.decide("not compared", f"only {samples} steps can be compared")
+        elif self.verdict == "undecided":
+            self.decide("not faster", f"{eager.ms / self.ms:.2f} times as fast as eager{noise}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as JSON-ready data, with the median and the 95th percentile of the compared step times."""
         samples = self.samples
         twentieths = statistics.quantiles(samples, n=20, method="inclusive") if len(samples) > 1 else samples * 20
         return {
-            "candidate": self.candidate,
+            "candidate": str(self.variant.name),
             "verdict": self.verdict,
             "median_ms": self.ms if samples else None,
             "p95_ms": twentieths[18] if twentieths else None,
             "samples": len(samples),
-            "compile_seconds": None if self.facts is None or self.variant.config is None else self.facts.seconds,
+            "compile_seconds": self.facts.seconds if self.blocks and self.variant.config else None,
             "reason": self.reason,
         }
 
 
-def candidates_of(tune: Tune, phase: Phase, device: torch.device, sharded: str | None) -> Iterator[Trial]:
-    """Return a trial for each candidate in order, without eager. The verdict of an excluded candidate is "not tried".
+def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None) -> dict[str, Trial]:
+    """Return the candidates by name, without eager. The verdict of an excluded candidate is "not tried".
 
     ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
     """
     no_cudagraphs = sharded or (None if device.type == "cuda" else "the module is not on a GPU")
-    names: Counter[str] = Counter()
-    for config in tune.configs or _auto(device, frozen=phase == "infer" and sharded is None):
+    freezing = (phase == "infer" and sharded is None) or None  # has an effect only in stages that do not train
+    auto = [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)]
+    trials: dict[str, Trial] = {}
+    for config in tune.configs or (auto if device.type == "cuda" else [InductorConfig(freezing=freezing)]):
         name = config.describe()
-        names[name] += 1
-        if names[name] > 1:  # two candidates may have different passes of the same class
-            name = f"{name} ({names[name]})"
-        trial = Trial(Variant(config, name))
+        while name in trials:  # two candidates may have different passes of the same class
+            name += "'"
+        trials[name] = trial = Trial(Variant(config, name))
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and sharded:
             trial.decide("not tried", f"it asks for freezing, but {sharded}")
-        yield trial
+    return trials
 
 
-def _auto(device: torch.device, *, frozen: bool) -> list[InductorConfig]:
-    """Return the first candidates of ``"auto"``. Freezing has an effect only in stages that do not train."""
-    freezing = frozen or None
-    if device.type != "cuda":
-        return [InductorConfig(freezing=freezing)]
-    return [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)]
-
-
-def trial_of(config: InductorConfig) -> Trial:
-    """Return a candidate that ``"auto"`` adds during a run."""
-    return Trial(Variant(config, config.describe(), healed=bool(config.dynamo)))
+def why_not_compiled(trial: Trial, best: Trial, trials: Mapping[str, Trial], steps_left: float) -> str:
+    """Return the reason why a candidate is not worth its compile time, or "" if it may be."""
+    autotunes = "max-autotune" in str(trial.variant.name)
+    seconds = max(each.facts.seconds for each in trials.values()) or FIRST_COMPILE_SECONDS
+    seconds *= AUTOTUNE_COST if autotunes else 1
+    saved_seconds = max(0.0, steps_left) * best.ms / 1000 * (AUTOTUNE_SHARE if autotunes else SAVED_SHARE)
+    could_save = f"the {max(0.0, steps_left):.0f} steps that remain could save {saved_seconds:.1f} s at best"
+    return "" if saved_seconds >= seconds else f"{could_save}, and compiling takes about {seconds:.0f} s"

@@ -7,7 +7,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks._utils.files import digest
 from compile_callbacks._utils.messages import check_fields, check_type
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, Settings, as_config
@@ -21,22 +20,18 @@ AUTO = "auto"
 class Tune(Settings):
     """Candidates for the settings of a phase. The run tries each candidate on its own steps and keeps the fastest.
 
-    Each step trains or validates as usual, with any candidate. Eager is always a candidate. The callback chooses eager
-    unless the median step time of another candidate is lower by more than measurement noise.
+    Each step trains or validates as usual, with any candidate. Eager is always a candidate.
 
     Eager and each candidate run one block in turn: a step that compiles, a step that may record a CUDA graph, two
-    warm-up steps, and ``steps`` timed steps. Then eager and the fastest candidate run one more block each, and up to
-    ten rounds of blocks in alternating order while noise hides which is faster. The candidate wins if the 99%
-    confidence interval of its speedup is above 1.01, or if it is faster by 1% in nine of ten rounds. Only steps of the
-    most frequent workload are compared. ``"auto"`` skips a candidate if the rest of the run is too short for its
-    compile.
+    warm-up steps, and ``steps`` timed steps. Then eager and the fastest candidate run one to ten rounds of one block
+    each, in alternating order. The candidate wins if the 99% confidence interval of its speedup is above 1.01, or if it
+    is faster by 1% in nine of ten rounds. Only steps of the most frequent workload are compared.
 
     Args:
         candidates: Modes, templates, `InductorConfig` objects or mappings of their fields, the cheapest to compile
             first. Equal candidates count once. ``"auto"`` chooses candidates for the device and the phase, and skips
             candidates that cannot amortize their compile time in the rest of the run.
-        steps: The number of timed steps in a block, at least 5. Eager and each candidate run one block. Then eager and
-            the fastest candidate run one more block each, or up to ten if noise hides which is faster.
+        steps: The number of timed steps in a block, at least 5.
 
     Raises:
         ValueError: If eager is the only candidate, a mode is unknown, or ``steps`` is out of range.
@@ -70,10 +65,6 @@ class Tune(Settings):
         steps = "" if self.steps == Tune.steps else f", steps={self.steps}"
         return AUTO if names == AUTO and not steps else f"tune({names}{steps})"
 
-    def key(self) -> str:
-        """Return a hash of the candidates and the other arguments, which is the same in every process."""
-        return digest([[config.key() for config in self.configs] or AUTO, self.steps])
-
 
 PhaseMode = str | InductorConfig | Tune | Mapping[str, Any] | None
 """The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes last."""
@@ -84,9 +75,6 @@ PhaseConfig = InductorConfig | Tune | None
 
 def as_phase_config(value: object, argument: str) -> PhaseConfig:
     """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
-    if isinstance(value, bool):
-        hint = "'default' compiles" if value else "'eager' does not compile the phase"
-        raise TypeError(with_code("CC202", f"{argument}={value} is not a mode: {argument}={hint}"))
     if isinstance(value, Tune):
         return value
     if value == AUTO:

@@ -120,7 +120,7 @@ def test_candidates_are_compiled_while_the_best_so_far_trains(background_ms, mon
     """``"auto"`` also tries the setting that removes a graph break."""
     make, healed = lambda: seeded(lambda: Classifier(Scaling())), "dynamo={'capture_scalar_outputs': True}"
     background_ms.update({"default": 1.5, healed: 1.0})
-    monkeypatch.setattr("compile_callbacks.tuning.rule.why_not_compiled", lambda *args, **settings: "")
+    monkeypatch.setattr("compile_callbacks.tuning.candidates.why_not_compiled", lambda *args: "")
     callback = InductorCompile("auto", None, background=True)
     module = run(callback, lambda report: "chosen" in [t["verdict"] for t in report.train.diagnostics.trials], make())
     train = callback.report.train

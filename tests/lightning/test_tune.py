@@ -138,10 +138,10 @@ ERROR = ZeroDivisionError("by design")
 
 
 @AT_ONCE
-def test_a_candidate_that_fails_is_out_and_the_others_go_on_also_in_the_final(tmp_path):
+def test_a_candidate_that_fails_is_out_and_the_others_go_on_until_the_final(tmp_path):
     sizes = [4] * (4 * BLOCK + 5) + [5] * 100
     tuned = Tuned({"eager": 10, A: 5, B: 5.2}, CONFIGS[:2], sizes=sizes, steps=150, raises={2: ERROR})
-    assert (tuned.mode, tuned.verdicts[A]) == (B, "failed")
+    assert (tuned.mode, tuned.verdicts[A]) == ("eager", "failed")
     tuned = Tuned({"eager": 10, A: 1, B: 5}, CONFIGS[:2], raises={0: ERROR}, folder=tmp_path / "one", steps=90)
     assert (tuned.mode, tuned.verdicts[A], tuned.blocks(A), tuned.is_kept) == (B, "failed", 1, True)
     assert "by design" in tuned.trials[A]["reason"]
@@ -171,9 +171,9 @@ def test_a_healed_candidate_that_is_much_faster_is_not_rejected_for_its_graphs_o
 @pytest.mark.parametrize(
     ("gpu", "steps", "seconds", "tried"),
     [
-        (False, 20, 2, 0),  # saves 0.2 s at best, and a first compile is expected to take 4 s
+        (False, 120, 2, 0),  # saves 40 ms of each step at best, and a first compile is expected to take 5 s
         (False, 200, 2, 1),
-        (True, 180, 2, 0),  # 40 ms of each step at best, and 10 s
+        (True, 120, 2, 0),
         (True, 280, 2, 2),
     ],
 )
@@ -198,8 +198,6 @@ def test_the_kernels_of_the_fastest_candidate_alone_are_tuned(fastest, steps, tr
     assert (tuned.mode, tuned.is_kept) == (names[-1 if tried == 3 else fastest], tried == 3)
     if tried == 2:
         assert "steps that remain could save" in tuned.trials[names[-1]]["reason"]
-    again = Tuned(ms, "auto", steps=20, gpu=True, folder=tmp_path)
-    assert (again.mode == tuned.mode) == (tried == 3)
 
 
 # ------------------------------------------------------------------------------------------ which steps are compared

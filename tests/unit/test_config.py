@@ -65,7 +65,7 @@ TYPES = [
     (InductorConfig, {"dynamo": {"allow_rnn": 1}}, r"dynamo\['allow_rnn'\]=1 must be True or False"),
     (InductorConfig, {"passes": [Scale]}, "passes.*not a graph pass"),
     (functools.partial(compile_phases, torch.relu), {}, "module=.* must be a torch.nn.Module"),  # type: ignore[type-var]
-    (InductorCompile, {"train_mode": False}, "train_mode=False .*'eager' does not compile the phase"),
+    (InductorCompile, {"train_mode": False}, "train_mode=False must be a mode"),
     (Tune, {"candidates": "default"}, "candidates='default' must be a list"),
     (Tune, {"candidates": ["default", 3]}, r"candidates\[1\]=3"),
 ]
@@ -125,10 +125,9 @@ def test_tune_counts_equal_candidates_once_needs_no_eager_and_is_copied_as_it_wa
     assert two.describe() == "tune(default | aten)"
     assert (two, hash(two)) == (Tune(["default", "aten"]), hash(Tune(["default", "aten"])))
     assert two != Tune(["aten", "default"])
-    assert two.key() != Tune(["default"]).key()
     for each in (two, Tune("auto"), Tune(["default"], steps=5)):
         for twin in (copy.deepcopy(each), pickle.loads(pickle.dumps(each))):
-            assert (twin, twin.key(), twin.describe()) == (each, each.key(), each.describe())
+            assert (twin, twin.describe()) == (each, each.describe())
 
 
 def test_modes_and_settings_of_the_program_are_in_the_report_and_may_name_commands_and_contain_passes():
