@@ -1,16 +1,11 @@
-"""TensorBoard on a log folder, and a headless Chromium that takes the pictures of the docs."""
+"""A headless Chromium that takes the pictures of the docs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import http.server
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -46,33 +41,6 @@ look(document);
 for (const frame of document.querySelectorAll("iframe")) look(frame.contentDocument);
 return found.filter((element) => element.getClientRects().length > 0);
 """
-
-
-@contextlib.contextmanager
-def tensorboard(logdir: Path) -> Iterator[str]:
-    """Serve a log folder on a free port, and yield the address."""
-    # The page shows the folder as it is named here.
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", logdir.name, "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(
-        command,
-        cwd=logdir.parent,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # so that its data server ends with it
-    ) as server:
-        try:
-            assert server.stderr is not None
-            said = []
-            for line in server.stderr:
-                said.append(line)
-                if match := re.search(r"TensorBoard \S+ at (http://\S+)", line):
-                    yield match[1]
-                    break
-            else:
-                raise RuntimeError(f"TensorBoard did not start: {''.join(said)}")
-        finally:
-            os.killpg(server.pid, signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""Make the pictures in docs/images: the plot of a run, TensorBoard, and the report in a terminal. Run the notebook.
+"""Make the pictures in docs/images: the plot of a run, and the report in a terminal. Run the notebook.
 
 The script runs the code of the page "Get started" twice, as the page does, with one thread, and writes the lines that
 the runs logged into the page. A third run has a smaller last batch, which recompiles; only the page about the report
-shows it. A headless Chromium then opens the logs in TensorBoard, and the pages. The notebook gets its outputs. The
-script needs Chromium with chromedriver, and `pip install nbclient ipykernel` for the notebook.
+shows it. A headless Chromium then opens the pages. The notebook gets its outputs. The script needs Chromium with
+chromedriver, and `pip install nbclient ipykernel` for the notebook.
 
     python docs/screenshots.py              # trains first; a few minutes on two CPU cores
     python docs/screenshots.py FOLDER       # trains in this folder, or uses the runs that are in it
@@ -36,7 +36,7 @@ from compile_callbacks.report.render import to_plain_text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 START = ROOT / "docs" / "get_started" / "cpu.md"
-PICTURES = ("steps", "tensorboard", "terminal", "notebook", "readme", "site")
+PICTURES = ("steps", "terminal", "notebook", "readme", "site")
 
 
 def train_all(folder: Path) -> None:
@@ -61,16 +61,6 @@ def train(folder: Path, code: str) -> list[str]:
         check=True,
     )
     return [line for line in result.stderr.splitlines() if line.startswith("compiling ") and "train phase" in line]
-
-
-def show_tensorboard(logdir: Path, tab: str, height: int, selector: str, count: int) -> None:
-    """Save a picture of a tab, once a number of elements that match a CSS selector are visible."""
-    with browser.tensorboard(logdir) as address, browser.chromium() as driver:
-        driver.set_window_size(1400, height)
-        driver.get(f"{address}#{tab}")
-        browser.wait_for(driver, lambda: len(browser.visible(driver, selector)) >= count, tab)
-        driver.execute_async_script("setTimeout(arguments[0], 2500)")  # charts are drawn with a transition
-        driver.save_screenshot(str(IMAGES / f"tensorboard-{tab.replace('_', '-')}.png"))
 
 
 def save_steps(run: Path) -> None:
@@ -155,8 +145,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             train_all(folder)
         if "steps" in args.only:
             save_steps(first)
-        if "tensorboard" in args.only:
-            show_tensorboard(folder / "runs", "custom_scalars", 1100, "path.line", 8)
         if "terminal" in args.only:
             show_terminal(first)
         if "notebook" in args.only:

@@ -22,7 +22,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from compile_callbacks._utils.errors import warn_user
-from compile_callbacks._utils.phases import PHASES
 from compile_callbacks.report.file import append_record, make_record
 from compile_callbacks.report.render import details_to_text
 from compile_callbacks.report.report import CompileReport
@@ -33,34 +32,6 @@ if TYPE_CHECKING:
 
 
 PLOT_TAG = "compile_report/steps"
-
-_CHARTS = {
-    "peak memory of a compiled step in MiB": ("step/{}/peak_memory_mib",),
-    "recompiles": ("compile/{}/recompiles",),
-    "seconds spent compiling": ("compile/{}/seconds",),
-    "net seconds saved": ("step/{}/net_seconds_saved",),
-    "step time in ms: compiled (line), eager (edge of the shade)": ("step/{}/compiled_ms", "step/{}/eager_ms"),
-}
-"""The scalar of each line, and of the other edge of the shade next to it. TensorBoard 2 shows the last chart first."""
-
-
-def _add_layout_if_none(logger: TensorBoardLogger) -> None:
-    """Add the charts of the custom-scalars tab, unless the run has a layout, which TensorBoard would replace.
-
-    A margin chart draws a line and a shade. TensorBoard colors lines by run, so two lines of a run look the same, and
-    it smooths all charts but margin charts.
-    """
-    folder, prefix = Path(logger.experiment.log_dir), getattr(logger, "_prefix", "")
-    if not folder.is_dir():
-        return  # the folder is a URL, and searching it for a layout could download large files
-    logger.experiment.flush()
-    if any(b"custom_scalars__config__" in path.read_bytes() for path in folder.glob("*tfevents*")):
-        return
-    begin, layout = f"{prefix}{logger.LOGGER_JOIN_CHAR}" if prefix else "", {}
-    for phase in PHASES:
-        lines = {title: [begin + tags[i].format(phase) for i in (0, 0, -1)] for title, tags in _CHARTS.items()}
-        layout[f"torch.compile, {phase} phase"] = {title: ["Margin", of_chart] for title, of_chart in lines.items()}
-    logger.experiment.add_custom_scalars(layout)
 
 
 def _add_report(writer: SummaryWriter, report: CompileReport, step: int, texts: Mapping[str, str]) -> None:
@@ -76,14 +47,7 @@ def _add_report(writer: SummaryWriter, report: CompileReport, step: int, texts: 
         writer.add_image(PLOT_TAG, np.asarray(canvas.buffer_rgba()), step, dataformats="HWC")
 
 
-_done: WeakValueDictionary[tuple[str, int], Logger] = WeakValueDictionary()  # by id, as a logger may be unhashable
-
-
-def _first_time(what: str, logger: Logger) -> bool:
-    if _done.get((what, id(logger))) is logger:
-        return False
-    _done[what, id(logger)] = logger
-    return True
+_failed: WeakValueDictionary[int, Logger] = WeakValueDictionary()  # by id, as a logger may be unhashable
 
 
 @rank_zero_only
@@ -94,20 +58,18 @@ def log(
     report: CompileReport | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Log scalars. TensorBoard also gets a layout of charts, and a report with its plot and more texts."""
+    """Log scalars. TensorBoard also gets a report, with its plot and more texts."""
     for logger in loggers:
         try:
             if scalars:
                 logger.log_metrics(metrics=dict(scalars), step=step)
             # Of the package ``lightning`` or ``pytorch_lightning``.
-            if any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__):
-                board = cast("TensorBoardLogger", logger)
-                if any(name.startswith("compile/") for name in scalars) and _first_time("layout", logger):
-                    _add_layout_if_none(board)
-                if report is not None and (report.has_figures or texts):
-                    _add_report(board.experiment, report, step, texts)
+            is_board = any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__)
+            if is_board and report is not None and (report.has_figures or texts):
+                _add_report(cast("TensorBoardLogger", logger).experiment, report, step, texts)
         except Exception as error:
-            if _first_time("failed", logger):
+            if _failed.get(id(logger)) is not logger:
+                _failed[id(logger)] = logger
                 what = f"{type(logger).__name__} did not accept the compile report: {type(error).__name__}: {error}"
                 warn_user("CC404", f"{what}. The run continues")
 

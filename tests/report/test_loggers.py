@@ -1,4 +1,4 @@
-"""What loggers get of a run: scalars, charts, text and a plot. A logger that raises costs the others nothing."""
+"""What loggers get of a run: scalars, text and a plot. A logger that raises costs the others nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile
 from tests.support.models import Classifier, RecordingLogger, fit, loader, trainer
@@ -46,18 +45,6 @@ def read(folder):
     return EventAccumulator(str(folder)).Reload()
 
 
-def layout(events):
-    """The tags of each chart in the layout that TensorBoard uses: a run's last. A margin chart has a line and edges."""
-    [*_, last] = events.Tensors("custom_scalars__config__")
-    return {
-        category.title: {
-            chart.title: [*chart.multiline.tag, *(x for s in chart.margin.series for x in (s.value, s.lower, s.upper))]
-            for chart in category.chart
-        }
-        for category in Layout.FromString(last.tensor_proto.string_val[0]).category
-    }
-
-
 @pytest.fixture(scope="module")
 def board(golden):
     return read(golden.board)
@@ -77,17 +64,6 @@ def test_the_same_scalars_reach_tensorboard_and_csv_on_rank_zero_alone(golden, b
     assert board.Scalars("compile/train/seconds")[-1].value == pytest.approx(train.compile_seconds)
 
 
-def test_one_page_has_the_charts_of_each_phase_whose_lines_need_no_legend_and_are_not_smoothed(board):
-    for phase in ("train", "infer"):
-        charts = layout(board)[f"torch.compile, {phase} phase"]
-        # TensorBoard shows margin charts in reverse order, each with the line of one scalar, without smoothing.
-        assert list(charts)[-1] == "step time in ms: compiled (line), eager (edge of the shade)"
-        names = [[name] * 3 for name in ("compile/P/recompiles", "compile/P/seconds", "step/P/net_seconds_saved")]
-        expected = [*names, ["step/P/compiled_ms", "step/P/compiled_ms", "step/P/eager_ms"]]
-        assert list(charts.values())[-4:] == [[tag.replace("P", phase) for tag in tags] for tags in expected]
-        assert {tag for tags in list(charts.values())[-4:] for tag in tags} <= {*board.Tags()["scalars"]}
-
-
 def test_text_holds_the_report_and_an_image_the_plot(golden, board):
     [text, *_] = board.Tensors("compile_report/text_summary")
     shown, report = text.tensor_proto.string_val[0].decode(), golden.report
@@ -102,17 +78,14 @@ def test_text_holds_the_report_and_an_image_the_plot(golden, board):
 
 
 class Configured(Classifier):
-    """Has hyperparameters, and a layout for TensorBoard."""
+    """Has hyperparameters."""
 
     def __init__(self, lr=0.1):
         super().__init__()
         self.save_hyperparameters()
 
-    def on_fit_start(self):
-        self.logger.experiment.add_custom_scalars({"mine": {"loss": ["Multiline", ["val_loss"]]}})
 
-
-def test_the_users_layout_prefix_and_hyperparameters_are_respected(tmp_path, monkeypatch):
+def test_the_users_prefix_and_hyperparameters_are_respected(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without matplotlib, there is no plot
     logger = TensorBoardLogger(tmp_path, prefix="mine")
     callback = InductorCompile("default", None, baseline_steps=0, verify="off")
@@ -122,4 +95,3 @@ def test_the_users_layout_prefix_and_hyperparameters_are_respected(tmp_path, mon
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": 0.2}
     seconds = callback.report.train.compile_seconds
     assert board.Scalars("mine-compile/train/seconds")[-1].value == pytest.approx(seconds)
-    assert layout(board) == {"mine": {"loss": ["val_loss"]}}
