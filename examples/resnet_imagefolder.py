@@ -112,15 +112,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train a torchvision ResNet on a folder of images with InductorCompile.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    best_mode = "reduce-overhead" if CUDA else "default"
     workers = min(8, os.cpu_count() or 1)
     add = parser.add_argument
     add("data", type=Path, nargs="?", default=Path("data"), help="folder with train/CLASS/* and val/CLASS/*")
     add("--fake-data", action="store_true", help="random images of 10 classes; DATA is not needed")
     add("--arch", default="resnet50", help="a torchvision classification model")
     add("--image-size", type=int, default=224, help="height and width in pixels")
-    add("--train-mode", default=best_mode, help="torch.compile mode for training, or 'eager'")
-    add("--infer-mode", default=best_mode, help="torch.compile mode for validation, or 'eager'")
+    add("--train-mode", default="fast", help="torch.compile mode for training, or 'eager'")
+    add("--infer-mode", default="fast", help="torch.compile mode for validation, or 'eager'")
     add("--precision", default="bf16-mixed", help="Lightning's precision")
     add("--batch-size", type=int, default=128 if CUDA else 16, help="images in a batch")
     add("--workers", type=int, default=workers, help="processes that load images")

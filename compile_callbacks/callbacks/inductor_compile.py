@@ -55,10 +55,12 @@ class InductorCompile(Callback):
     and pickles always contain the original module.
 
     Args:
-        train_mode: The settings for training: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``,
-            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an
-            `InductorConfig`, or a mapping of its fields. ``"auto"``, a `Tune` or a mapping of its fields measures
-            several settings and selects the fastest. ``"eager"`` and ``None`` do not compile the phase: it runs as
+        train_mode: The settings for training. ``"fast"`` becomes ``"reduce-overhead"`` when the eager steps end, if
+            nothing speaks against CUDA graphs (one NVIDIA GPU, one process, equal shapes), otherwise ``"default"``.
+            Other choices: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
+            ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an `InductorConfig`, or a mapping of
+            its fields. ``"auto"``, a `Tune` or a mapping of its fields measures several settings and selects the
+            fastest. ``"eager"`` and ``None`` do not compile the phase: it runs as
             without the callback, with the modules that you compiled yourself.
         infer_mode: The settings for sanity check, validation, test and predict, with the same choices.
         targets: The modules and methods to compile: dotted names of submodules or methods (``"net"``,
@@ -113,8 +115,8 @@ class InductorCompile(Callback):
 
     def __init__(
         self,
-        train_mode: PhaseMode = "default",
-        infer_mode: PhaseMode = "default",
+        train_mode: PhaseMode = "fast",
+        infer_mode: PhaseMode = "fast",
         *,
         targets: str | Sequence[str] | None = None,
         passes: Sequence[Any] = (),

@@ -58,7 +58,7 @@ class CompiledFunction:
         # None if the compiler failed on the frame. It then runs eagerly if no graph fits.
         self.frames: dict[types.CodeType, int | None] = {}
         self.why_no_graph: str | None = None  # what torch told when it last traced the target's own frame
-        self._static_call: int | None = None  # the number of the call that compiles for the second set of sizes
+        self._static_call: int | None = None  # the number of the call that compiles for one set of sizes only
         self._misses: deque[int] = deque(maxlen=RECOMPILE_AFTER)  # the numbers of the last calls that no graph fitted
 
     def get(self) -> Callable[..., Any]:
@@ -157,7 +157,9 @@ class CompiledFunction:
             self._misses.append(self.calls)
             if len(self._misses) >= self.recompile_after and self.calls - self._misses[0] < OF_LAST_CALLS:
                 self._misses.clear()
-                return False
+                if not self._log.settings.static or self._observed.later_sets <= 2:
+                    return False
+                self._log.give_up_cuda_graphs("the calls have three sets of shapes or more")
             call.missed = call.partly_eager = True
         return True
 
@@ -185,9 +187,9 @@ class CompiledFunction:
         self._backend.keeps_graph = log.settings.keeps_graph or KEPT in facts
         with contextlib.ExitStack() as stack:
             if self._config.dynamic is None:
-                self._observed.mark(call.args, call.kwargs, stack)
-                is_second = self._observed.is_second_set(call.args, call.kwargs)
-                if is_second and self._static_call in (None, self.calls):  # once, because it also makes numbers static
+                if not log.settings.static:
+                    self._observed.mark(call.args, call.kwargs, stack)
+                if self._compiles_static(call):
                     self._static_call, settings["automatic_dynamic_shapes"] = self.calls, False
                 if len(self._target.members) == 1:
                     # An integer attribute that changes, such as a count of the calls, becomes an input at a recompile.
@@ -206,6 +208,13 @@ class CompiledFunction:
                 self._backend.graphs = graphs  # no call uses what was compiled before an error, such as at the guards
                 raise
         call.constant_draws += tuple(draws)
+
+    def _compiles_static(self, call: CallInProgress) -> bool:
+        """Return whether a compile is static, although torch has seen other sizes, also in an earlier run."""
+        if self._log.settings.static and self._observed.later_sets == 2:
+            return True
+        is_second = self._log.settings.static or self._observed.is_second_set(call.args, call.kwargs)
+        return is_second and self._static_call in (None, self.calls)  # once, because it also makes numbers static
 
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low: torch compiles blocks that differ separately."""

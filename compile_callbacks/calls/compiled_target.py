@@ -31,12 +31,12 @@ class CompiledTarget:
     def __init__(
         self, target: Target, config: InductorConfig, log: TargetLog, observed: ObservedCalls, *, frozen: bool
     ) -> None:
-        self.log, self.key = log, log.key
+        self.log, self.key, self.config = log, log.key, config
         self.called = False  # in the phase
         self.backend = GraphBackend(target, config, log, frozen=frozen)
         self.function = CompiledFunction(target, config, self.backend, log, observed)
         self.weights = WeightWatch(target.members[0].module) if frozen else None  # the target has a single member
-        self._recorder, self._fullgraph = log.recorder, config.fullgraph
+        self._recorder = log.recorder
         self._traces = 0  # the number of calls in which torch traced
         self._transform_checks = _torch.dynamo.transform_checks()
 
@@ -104,7 +104,7 @@ class CompiledTarget:
         """Act on what happened in a call."""
         log = self.log
         if call.failure is not None and not log.runs_eagerly:
-            is_whole = call.nothing_ran and (self._fullgraph or not self.backend.graphs)
+            is_whole = call.nothing_ran and (self.config.fullgraph or not self.backend.graphs)
             log.compiler_failed(call.failure, part="" if is_whole else "a part of ")
             log.runs_eagerly = is_whole
         if call.compile_here is not None:

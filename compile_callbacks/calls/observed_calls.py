@@ -79,6 +79,11 @@ class ObservedCalls:
         if len(sets) < MAX_SETS or sizes in sets:
             sets[sizes] += 1
 
+    @property
+    def later_sets(self) -> int:
+        """The number of sets of sizes of the calls that compiled, or that the code did not fit."""
+        return len(self._later)
+
     def is_second_set(self, args: Any, kwargs: Any) -> bool:
         """Return whether a call has the second set of sizes, for which a static graph is compiled."""
         return len(self._later) == 2 and list(self._later)[1] == _sizes_of(args, kwargs)

@@ -126,9 +126,12 @@ class PhaseSwitch:
             return observed.recording(dispatcher.eager)
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target, variant)
         key = target, phase, variant.name, frozen
-        if (compiled := self._compiled_targets.get(key)) is None:
+        if (compiled := self._compiled_targets.get(key)) is not None and compiled.config is not config:
+            self._free([key])  # the phase goes on in another mode
+            compiled = None
+        if compiled is None:
             settings = self._settings if phase in self._decided or not variant.name else self._settings.for_trial()
-            settings = replace(settings, may_guess=not variant.healed)
+            settings = replace(settings, may_guess=not variant.healed, static=variant.static)
             log = TargetLog(CompileKey(target.name, phase, variant.name), self._recorder, settings, self._warn)
             compiled = self._compiled_targets[key] = CompiledTarget(target, config, log, observed, frozen=frozen)
         return functools.partial(compiled.call, dispatcher.callee)
@@ -152,6 +155,11 @@ class PhaseSwitch:
         """Return the compiled targets of a phase, or of all phases."""
         return [compiled for key, compiled in self._compiled_targets.items() if phase in (None, key[1])]
 
+    def devices(self) -> set[torch.device]:
+        """Return the devices of the targets' weights."""
+        members = [member.module for target in self.targets for member in target.members]
+        return {weight.device for module in members for weight in module.parameters()}
+
     def called_targets(self, phase: Phase) -> set[str]:
         """Return the names of the targets that compiled steps of a phase called."""
         return {compiled.key.target for compiled in self.compiled_targets(phase) if compiled.called}
@@ -161,7 +169,8 @@ class PhaseSwitch:
         (self._decided.discard if on_trial else self._decided.add)(phase)
         self._free([key for key in self._compiled_targets if key[1] == phase and key[2] not in variants])
         for compiled in () if on_trial else self.compiled_targets(phase):
-            compiled.log.settings = self._settings  # its next call issues its warnings
+            of_variant = {name: getattr(compiled.log.settings, name) for name in ("may_guess", "static")}
+            compiled.log.settings = replace(self._settings, **of_variant)  # its next call issues its warnings
 
     def free_compiled(self) -> None:
         """Free all compiled code. The next call of a target compiles it again."""

@@ -17,6 +17,7 @@ from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.report.render import print_texts
+from compile_callbacks.tuning.fast import FAST
 
 _USED_FOR = {
     "default": "Fused kernels: the usual choice",
@@ -26,6 +27,7 @@ _USED_FOR = {
     "lite": "Eager kernels, except for code that requires compiled ones: short to compile",
 }
 
+_FAST = "reduce-overhead on one NVIDIA GPU if shapes are equal, otherwise default: the default of InductorCompile"
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "--device": {"metavar": "DEVICE", "help": "cpu, cuda or cuda:N (default: the GPU if there is one)"},
@@ -66,4 +68,5 @@ def _list_modes(device: torch.device) -> list[dict[str, Any]]:
         entry["lacks"] = config.template_falls_back(device)
         if config.resolved_options(device).get("triton.cudagraphs") and device.type != "cuda":
             entry["lacks"] = "its CUDA graphs have no effect without a GPU"
-    return listed
+    fast = {"name": FAST, "kind": "mode", "description": _FAST}
+    return [{**fast, "mode": None, "options": {}, "lacks": None}, *listed]

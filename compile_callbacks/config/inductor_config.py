@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -80,15 +80,18 @@ class InductorConfig(Settings):
         """This config. A `Tune` has several."""
         return (self,)
 
-    def config(self, device: torch.device, sharded: bool, shapes: Mapping[str, float]) -> InductorConfig:
-        """Return the config of a phase with these settings, when its eager steps end.
+    def variant(
+        self, devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
+    ) -> Variant:
+        """Return what a phase with these settings runs, when its eager steps end.
 
         Args:
-            device: The device of the weights.
-            sharded: Whether the weights are sharded.
+            devices: The devices of the weights.
+            sharded: Why the weights cannot be frozen or used by CUDA graphs, if they are sharded.
+            ranks: The number of processes.
             shapes: The share of the most frequent set of sizes in the eager calls of each target.
         """
-        return self
+        return Variant(self)
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
@@ -252,11 +255,15 @@ class Variant(NamedTuple):
         config: The config, or ``None`` if this library does not compile the step.
         name: The name of a candidate of a `Tune`, ``"eager"``, or ``None`` for the only config of a phase.
         healed: Whether ``"auto"`` has added settings of Dynamo to the config.
+        static: Whether no graph may have a dynamic dimension, because nobody has asked for a CUDA graph of each size.
+        reason: Why the mode ``"fast"`` became the config.
     """
 
     config: InductorConfig | None = None
     name: str | None = None
     healed: bool = False
+    static: bool = False
+    reason: str | None = None
 
 
 EAGER_VARIANT = Variant(None, EAGER)

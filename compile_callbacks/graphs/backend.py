@@ -67,6 +67,9 @@ class GraphBackend:
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
         options = {**config.resolved_options(device), "freezing": self.frozen}
+        if log.settings.static and any(isinstance(value, torch.SymInt) for value in example_inputs):
+            log.give_up_cuda_graphs("a graph has a dynamic dimension or number")
+            options["triton.cudagraphs"] = False
         arguments = {
             "options": options,
             "activation_memory_budget": config.activation_memory_budget,
@@ -79,7 +82,7 @@ class GraphBackend:
         modules = [weakref.ref(member.module) for member in target.members] if target is not None else []
 
         def use(compiled: Callable[..., Any], fits: Callable[[Sequence[Any]], bool] | None = None) -> None:
-            if config.uses_cudagraphs and device.type == "cuda":
+            if options.get("triton.cudagraphs") and device.type == "cuda":
                 compiled = CudaGraph(compiled, device.index)
             if log.settings.verify != "off":  # the next call compares the code with eager
                 communicates = has_collective or _torch.graphs.may_communicate(eager)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +41,8 @@ class CompiledGraph:
     verification: Verification | None = None  # compares the graph with eager in the first call
     run: Callable[..., Any] | None = None  # the compiled code after the first call, if the comparison accepts it
     fits: Callable[[Sequence[Any]], bool] | None = None  # whether code of another process is valid for these inputs
+    written: frozenset[int] | None = None  # the positions of the inputs that the graph writes, if they are known
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of these inputs, during a capture
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
@@ -52,6 +57,9 @@ class CompiledGraph:
                 return run(*inputs)
             with self.preserve_versions(self.statistics(inputs)):
                 return run(*inputs)
+        except torch.OutOfMemoryError:
+            if not self._is_unchanged(inputs):
+                raise
         except Exception as error:
             if not self._can_run_again(error, inputs):
                 raise
@@ -60,6 +68,8 @@ class CompiledGraph:
             self.log.compiler_failed(error, what=CODE_RAISED, part="a part of ")
             self.run = None
             return outputs
+        del run
+        return self._run_without_cuda_graphs(inputs)
 
     def free(self) -> None:
         """Free the compiled code, its frozen weights, and the captured graph. No later call is possible."""
@@ -73,7 +83,43 @@ class CompiledGraph:
             self.log.recorder.executions.graphs += 1
             return compiled(*inputs)
         self.run, self.compiled, self.verification = compiled if accepted else None, None, None
+        if self.log.settings.static and accepted:
+            with contextlib.suppress(Exception):
+                self.written = _torch.graphs.examine_graph(self.graph, inputs).written  # type: ignore[arg-type]
+                self.run = functools.partial(self._capture, compiled, 2)
+        del compiled  # which may have to be freed
         return self(*inputs)
+
+    # ------------------------------------------------------------------------------------------ too little memory
+
+    def _capture(self, compiled: Callable[..., Any], calls: int, *inputs: Any) -> Any:
+        """Call compiled code that warms up, and then records a CUDA graph, with copies of the inputs that it writes."""
+        self.copies = {i: inputs[i].detach().clone() for i in self.written or ()}
+        outputs = compiled(*inputs)
+        self.copies = {}
+        self.run = functools.partial(self._capture, compiled, calls - 1) if calls > 1 else compiled
+        return outputs
+
+    def _is_unchanged(self, inputs: Sequence[Any]) -> bool:
+        """After a failed call, restore the inputs that it may have written, and return whether it may run again."""
+        known = self.written is not None and self.written == self.copies.keys()
+        if not known or self.has_collective or _torch.autograd.saves_through_hooks():
+            return False
+        with torch.no_grad():
+            for i, copy in self.copies.items():
+                inputs[i].copy_(copy)
+        return True
+
+    def _run_without_cuda_graphs(self, inputs: Sequence[Any]) -> Any:
+        """Free the compiled code, and run the graph eagerly, as earlier steps of the phase did."""
+        self.run, self.copies = None, {}
+        gc.collect()  # generated code has reference cycles
+        torch.cuda.empty_cache()
+        self.log.recorder.executions.graphs -= 1
+        self.log.give_up_cuda_graphs("the CUDA graphs need more memory than is free")
+        return self._run_eagerly(inputs)
+
+    # ------------------------------------------------------------------------------------------ eagerly
 
     def _run_eagerly(self, inputs: Sequence[Any]) -> Any:
         self.log.recorder.part_runs_eagerly()

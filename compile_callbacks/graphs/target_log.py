@@ -38,6 +38,7 @@ class TargetSettings:
     verify: Verify = "off"
     on_trial: bool = False
     may_guess: bool = True  # whether a graph may depend on a guessed size, because the user has asked for the settings
+    static: bool = False  # whether no graph may have a dynamic dimension, because CUDA graphs replay each size
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
@@ -88,6 +89,10 @@ class TargetLog:
         self.runs_eagerly = True
         self._record(code, code, reason, reason)
         return CompileError(reason)
+
+    def give_up_cuda_graphs(self, reason: str) -> None:
+        """Let the phase go on without CUDA graphs from its next step on."""
+        self.recorder.record("without_cudagraphs", self.key, reason=reason)
 
     def _record(self, code: str, event_code: str | None, reason: str, message: str, part: str = "") -> None:
         target, phase = self.key[:2]

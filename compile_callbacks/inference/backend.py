@@ -17,6 +17,7 @@ from compile_callbacks import _torch
 from compile_callbacks._utils.device import as_device, device_of
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
+from compile_callbacks._utils.signatures import tensors_of
 from compile_callbacks.calls.dispatcher import compiled_target_names
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.graphs.snapshot import Snapshot
@@ -26,6 +27,7 @@ from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
 from compile_callbacks.targets.resolve import resolve_targets
+from compile_callbacks.tuning.fast import FAST, Fast
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 
@@ -60,13 +62,14 @@ class InductorBackend:
 
     Args:
         mode: The settings: a mode of ``torch.compile``, a template's name, an `InductorConfig`, or a mapping of its
-            fields. ``freezing`` freezes the weights into the code.
+            fields. ``freezing`` freezes the weights into the code. ``"fast"`` becomes ``"reduce-overhead"`` on an
+            NVIDIA GPU if all samples have the same shapes, otherwise ``"default"``.
         verify: The reaction if a graph differs from eager at its first execution. See `InductorCompile`.
         on_error: The reaction if the compiler fails. See `InductorCompile`. A `build` that raises changes nothing.
 
     Attributes:
         state: The state.
-        config: The settings as an `InductorConfig`.
+        config: The settings as an `InductorConfig`. With ``"fast"``, after the first compile.
         device: The device of an active or inactive backend. ``None`` before the first compile.
 
     Raises:
@@ -84,7 +87,7 @@ class InductorBackend:
     """
 
     def __init__(self, mode: Mode = "default", *, verify: Verify = "warn", on_error: OnError = "eager") -> None:
-        self.config = as_compiling_config(mode)
+        self.config: InductorConfig | Fast = Fast() if mode == FAST else as_compiling_config(mode)
         self._settings = TargetSettings(on_error=on_error, verify=verify)
         self.state: State = "init"
         self.device: torch.device | None = None
@@ -198,6 +201,7 @@ class InductorBackend:
         """
         self._after("to_dict")
         assert self._module is not None
+        assert isinstance(self.config, InductorConfig)
         weights = self._module.state_dict()  # its attribute has the versions of the modules, which torch.save keeps
         for name, value in weights.items():
             weights[name] = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), value)
@@ -261,8 +265,12 @@ class InductorBackend:
         _check_module(module)
         home = device_of(module)
         target = home if device is None else as_device(device)
+        settings = self.config
+        if isinstance(settings, Fast):  # the samples show whether `infer` gets one set of sizes
+            sizes = {tuple(value.shape for _, value in tensors_of(*sample)) for sample in samples}
+            settings = Fast({"forward": 1 / len(sizes)})
         arguments = CompileArguments(
-            configs={"train": None, "infer": self.config},
+            configs={"train": None, "infer": settings},
             target_settings=self._settings,
             mode_arguments={"train": "mode", "infer": "mode"},
         )
@@ -273,7 +281,7 @@ class InductorBackend:
             undo.callback(module.to, home)
             undo.callback(session.discard)
             module.to(target).eval()
-            session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
+            configs = session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             session.compile_new_inputs(after=1)
             with contextlib.ExitStack() as after_samples:
                 after_samples.callback(Snapshot(module).restore)
@@ -283,6 +291,7 @@ class InductorBackend:
             session.check("infer")
             self._undo = undo.pop_all()
         self._module, self.device, self._session, self.state = module, target, session, after
+        self.config = configs["infer"] or self.config
         self._finalizer = weakref.finalize(self, session.discard)
         self._finalizer.atexit = False
 

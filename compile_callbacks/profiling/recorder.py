@@ -237,7 +237,7 @@ class CompileRecorder:
 
     def _add(self, event: CompileEvent) -> None:
         self.events.append(event)
-        self.executions.compiles += event.kind in ("compile", "verify")
+        self.executions.compiles += event.kind in ("compile", "verify", "without_cudagraphs")
         self._progress.show(event)
 
     def events_of(self, key: CompileKey, kind: EventKind) -> list[CompileEvent]:

@@ -203,6 +203,12 @@ class PhaseTimes:
         record.add(step)
         self._last_timed = step
 
+    def forget(self, variant: str | None) -> None:
+        """Let no step of a variant so far be a sample, because its later steps run other code."""
+        windows = [record.windows for record in self._records.values() if record.variant == variant]
+        for step in itertools.chain(*itertools.chain(*windows)):
+            step.is_sample = False
+
     # ------------------------------------------------------------------------------------------ results
 
     def synchronize(self) -> None:

@@ -37,6 +37,7 @@ class PhaseFacts:
 
     phase: Phase
     mode: str  # the settings in one line
+    mode_reason: str | None  # why the mode "fast" became these settings
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
     timer: PhaseTimes

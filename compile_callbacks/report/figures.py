@@ -15,6 +15,7 @@ from typing import Any, get_args
 from compile_callbacks._utils.phases import EAGER, WAITING, Phase
 from compile_callbacks.profiling.comparison import median_ms, spread_ms
 from compile_callbacks.profiling.events import Result, Verdict
+from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.declaration import COUNT, NOTHING, Figures, PhaseFacts, cell, chosen_candidate, figure
 
 
@@ -203,6 +204,13 @@ class PhaseReport(Figures):
         """The settings in one line, or `eager` if the phase is not compiled. With a `Tune`, the chosen candidate. The
         other figures are about that candidate, unless their description says otherwise."""
         return self.facts.candidate or self.facts.mode
+
+    @figure()
+    def mode_reason(self) -> str | None:
+        """Why the mode `fast` became `mode`, and why torch records no CUDA graph. `None` with other settings."""
+        skipped = self.diagnostics.events_of("cudagraph_skip") if self.facts.mode_reason else ()
+        reasons = [short_reason(event.get("reason") or "torch gives no reason") for event in skipped]
+        return self.facts.mode_reason and "; no CUDA graph: ".join([self.facts.mode_reason, *reasons[-1:]])
 
     @figure("compile", lambda report: ", ".join(report.targets) or NOTHING, default=())
     def targets(self) -> tuple[str, ...]:

@@ -33,6 +33,8 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
         return ""
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
         claim += f"; lost {_duration(-net)} so far"
+    if report.mode_reason:
+        claim += f"; mode {report.mode} ({report.mode_reason})"
     without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
     if without_effect and _reason(without_effect) not in claim:
         claim += f"; {_reason(without_effect)}"

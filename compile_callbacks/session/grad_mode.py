@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import check_type
-from compile_callbacks._utils.phases import PHASES
+from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
-from compile_callbacks.config.inductor_config import Mode
+from compile_callbacks.config.inductor_config import InductorConfig, Mode
 from compile_callbacks.graphs.target_log import OnError, Verify
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
@@ -22,6 +23,7 @@ from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.tuning.contest import Conditions
+from compile_callbacks.tuning.fast import Fast
 from compile_callbacks.tuning.tune import Tune
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -48,8 +50,8 @@ def compile_phases(
     Args:
         module: The module to compile. If ``Fabric.setup`` returned the module, the module that you passed to ``setup``
             is compiled.
-        train_mode: The settings for calls with grad enabled. See `InductorCompile`. ``"auto"`` and a `Tune` are not
-            allowed, because they need the step times of a Trainer.
+        train_mode: The settings for calls with grad enabled. See `InductorCompile`. ``"fast"``, ``"auto"`` and a
+            `Tune` are not allowed, because they need the eager steps of a Trainer.
         infer_mode: The settings for calls with grad disabled, with the same choices.
         targets: See `InductorCompile`. ``None`` compiles the call of the module, or each part that FSDP shards.
         passes: See `InductorCompile`.
@@ -74,10 +76,11 @@ def compile_phases(
     check_type("module", module, nn.Module, "a torch.nn.Module")
     arguments = CompileArguments.checked(**given)
     for phase, config in arguments.configs.items():
-        if isinstance(config, Tune):
+        if isinstance(config, (Tune, Fast)):
+            modes = ", ".join(map(repr, _torch.inductor.modes()))
             message = (
-                f"{phase}_mode={config.describe()!r} needs the step times of a Trainer, which compile_phases does not "
-                "have. Set one mode or config"
+                f"{phase}_mode={config.describe()!r} needs the eager steps of a Trainer, which compile_phases does not "
+                f"have. Set one mode or config. Choices: {modes}"
             )
             raise ValueError(with_code("CC203", message))
         if phase == "infer" and config is not None and any(each.freezes for each in config.configs):
@@ -133,8 +136,10 @@ def restore(compiled: nn.Module) -> None:
 class GradModeSession(Session):
     """A session without a Trainer. The grad mode of each call selects the phase."""
 
-    def begin_by_grad_mode(self, *, weights_frozen: bool = False, found_from_module: bool = True) -> None:
-        """Compile the module in place, until the module is deleted or the session is discarded."""
+    def begin_by_grad_mode(
+        self, *, weights_frozen: bool = False, found_from_module: bool = True
+    ) -> dict[Phase, InductorConfig | None]:
+        """Compile the module in place, until the module is deleted or the session is discarded. Return the configs."""
         self.begin(Conditions())
         if found_from_module:
             for dispatcher in self._switch.dispatchers():
@@ -143,6 +148,7 @@ class GradModeSession(Session):
             weakref.finalize(self.module, self._undo.close)  # does not keep the module alive
         variants = {phase: run.chosen for phase, run in self._phases.items()}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
+        return {phase: variant.config for phase, variant in variants.items()}
 
     def compile_new_inputs(self, *, after: float) -> None:
         """Set the number of inference calls that no graph fits after which a target is compiled again."""

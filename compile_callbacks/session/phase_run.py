@@ -84,7 +84,8 @@ class PhaseRun(Contest):
         self._recorder.collect()
         events = self.events(candidate=variant.name)
         problems: list[Any] = [("wrong", e.reason or "it differs from eager") for e in events if e.verdict == "differs"]
-        problems += [("failed", e.reason or "torch gives no reason") for e in events if e.kind == "fallback"]
+        failures = self.events("fallback", "without_cudagraphs", candidate=variant.name)
+        problems += [("failed", e.reason or "torch gives no reason") for e in failures]
         if variant.config is not None and not any(event.graphs for event in events):
             problems.append(("failed", "nothing was compiled in its steps"))
         seconds = sum(event.seconds or 0 for event in events if event.kind in ("compile", "background"))
@@ -129,6 +130,11 @@ class PhaseRun(Contest):
         self.times.end(step, loader)
         if self.turn is not None:
             self.done(step)
+        given_up = self.events("without_cudagraphs", candidate=step.variant.name) if step.compiling else ()
+        reasons = [event.reason or "" for event in given_up if event.step == self.times.number]
+        if reasons and self.give_up_cuda_graphs(step.variant, reasons[-1]):
+            self.times.forget(step.variant.name)
+            self._loaded = False
 
     def _describe_conditions(self, step: Step, stage: Stage) -> str:
         """Describe the conditions on which the time of a step depends, in addition to its batch."""

@@ -141,7 +141,8 @@ class Session:
         undo.callback(recorder.stop)
         self._switch.install()
         for phase, run in self._phases.items():
-            run.begin(conditions._replace(shapes=functools.partial(self._switch.observed.shares, phase)))
+            shapes = functools.partial(self._switch.observed.shares, phase)
+            run.begin(conditions._replace(devices=self._switch.devices, shapes=shapes))
             self._settle(run)
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -263,6 +264,9 @@ class Session:
             step.compiling = True
             self.gpu.free_cached()
         run.end_step(step, stage, loader, batch, accumulated)
+        if run.settled != (run.decision, run.turn):
+            # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
+            self.after_backward()
         requests = self._arguments.target_settings.requests
         self._step = None
         if not (step.wanted or step.compiling or requests.active):
@@ -297,6 +301,7 @@ class Session:
             facts[phase] = PhaseFacts(
                 phase=phase,
                 mode=run.mode,
+                mode_reason=run.chosen.reason,
                 target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,
                 timer=run.times,
@@ -333,8 +338,6 @@ class Session:
         found = findings.without_effect(run, self._arguments.mode_arguments[run.phase])
         warns = run.conditions.rank == 0  # for all ranks
         self._tell(each if warns else each._replace(message="") for each in found)
-        # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
-        self.after_backward()
         self._switch.free_other_variants(run.phase, run.alive, on_trial=run.decision is None)
         self.gpu.free_cached()
 

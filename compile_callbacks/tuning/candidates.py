@@ -106,20 +106,21 @@ class Trial:
         }
 
 
-def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None) -> dict[str, Trial]:
+def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None, fast: Variant) -> dict[str, Trial]:
     """Return the candidates by name, without eager. The verdict of an excluded candidate is "not tried".
 
     ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
+    The first candidate of ``"auto"`` is what the mode "fast" would become.
     """
     no_cudagraphs = sharded or (None if device.type == "cuda" else "the module is not on a GPU")
     freezing = (phase == "infer" and sharded is None) or None  # has an effect only in stages that do not train
-    auto = [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)]
+    auto = [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)][:: -1 if fast.static else 1]
     trials: dict[str, Trial] = {}
     for config in tune.configs or (auto if device.type == "cuda" else [InductorConfig(freezing=freezing)]):
         name = config.describe()
         while name in trials:  # two candidates may have different passes of the same class
             name += "'"
-        trials[name] = trial = Trial(Variant(config, name))
+        trials[name] = trial = Trial(Variant(config, name, static=not tune.configs and config.uses_cudagraphs))
         if config.uses_cudagraphs and no_cudagraphs:
             trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
         elif config.freezes and phase == "infer" and sharded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ import torch
 from compile_callbacks._utils.files import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
-from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, Variant
+from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, InductorConfig, Variant
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, Step, Workload
 from compile_callbacks.tuning import candidates
 from compile_callbacks.tuning.candidates import CompileFacts, Trial, of_tune
+from compile_callbacks.tuning.fast import Fast
 from compile_callbacks.tuning.tune import AUTO, PhaseConfig, Tune
 
 Blocks = Generator[Trial | None, Step | None, None]
@@ -33,6 +34,7 @@ class Conditions(NamedTuple):
     """The conditions of a run, which are known when it begins."""
 
     device: torch.device = torch.device("cpu")
+    devices: Callable[[], Collection[torch.device]] = tuple  # of the targets' weights
     sharded: str | None = None  # why neither freezing nor CUDA graphs work, if weights are sharded
     shapes: Callable[[], Mapping[str, float]] = dict  # of each target, the share of its most frequent set of sizes
     baseline_steps: int = 0  # the wanted number of eager samples before a config
@@ -98,8 +100,14 @@ class Contest:
     # ------------------------------------------------------------------------------------------ steps
 
     def begin(self, conditions: Conditions) -> None:
-        """Begin a Trainer run. Keep the winner of the last run, unless a longer run may choose another one."""
+        """Begin a Trainer run. Keep the winner of the last run, unless a longer run may choose another one.
+
+        On another device, the mode "fast" begins again.
+        """
         alone = conditions._replace(of_rank_zero=lambda value: value)
+        if self.decision and self.decision.reason and conditions.device != self.conditions.device:
+            self.settings = Fast()
+            self._begin_with_eager()
         self.conditions = conditions if self.phase == "train" else alone
         is_open = self.decision is None or (self.decision is EAGER_VARIANT and self._was_short)
         if isinstance(self.settings, Tune) and is_open:
@@ -156,9 +164,25 @@ class Contest:
     def end_baseline(self) -> None:
         """Choose the only config of the phase, unless it is chosen."""
         if self.decision is None and not isinstance(self.settings, Tune):
-            device, sharded, shapes, *_ = self.conditions
-            self.settings = self.settings and self.settings.config(device, sharded is not None, shapes())
-            self.decision = Variant(self.settings) if self.settings else EAGER_VARIANT
+            self.decision = self._only_variant(self.settings) if self.settings else EAGER_VARIANT
+            self.settings = self.decision.config
+
+    def _only_variant(self, settings: InductorConfig | Fast) -> Variant:
+        conditions = self.conditions
+        return settings.variant(conditions.devices(), conditions.sharded, conditions.ranks, conditions.shapes())
+
+    def give_up_cuda_graphs(self, variant: Variant, reason: str) -> bool:
+        """Go on with the mode "default", and return whether this changes the phase, which has chosen ``variant``."""
+        if self.decision is not variant:  # `facts` excludes a candidate
+            return False
+        if isinstance(self.settings, Tune):
+            self.trials[str(variant.name)].decide("failed", reason)
+            default = self.trials[InductorConfig().describe()]
+            self._choose(self.trials[EAGER] if default.verdict in ("failed", "wrong") else default, reason)
+        else:
+            self.decision, self.turn = Variant(InductorConfig(), reason=reason), None
+            self.settings = self.decision.config
+        return True
 
     def _compare(self, eager: Trial, trial: Trial) -> Blocks:
         """Go back to eager if the only config is slower."""
@@ -200,7 +224,8 @@ class Contest:
     def _tune(self, tune: Tune, eager: Trial) -> Blocks:
         yield from self._measure(eager)
         conditions, record, trials = self.conditions, self.conditions.record, self.trials
-        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded)
+        fast = self._only_variant(Fast())
+        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, fast)
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
         configs = [config.key() for config in tune.configs] or AUTO
         key = digest([dict(conditions.known), self.phase, configs, tune.steps, repr(self._usual)])
@@ -240,7 +265,7 @@ class Contest:
             config = replace(best, mode="max-autotune" if best.uses_cudagraphs else "max-autotune-no-cudagraphs")
         if config is None or (name := config.describe()) in trials:
             return []
-        trials[name] = Trial(Variant(config, name, healed=bool(config.dynamo)))
+        trials[name] = Trial(Variant(config, name, healed=bool(config.dynamo), static=config.uses_cudagraphs))
         return [trials[name]]
 
     def _choose(self, winner: Trial, reason: str | None = None) -> None:

@@ -11,6 +11,7 @@ from compile_callbacks._utils.messages import check_fields, check_type
 from compile_callbacks._utils.phases import EAGER
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, Settings, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
+from compile_callbacks.tuning.fast import FAST, Fast
 
 AUTO = "auto"
 """The mode, and the value of ``candidates``, for which the library chooses candidates by device, phase and run."""
@@ -69,7 +70,7 @@ class Tune(Settings):
 PhaseMode = str | InductorConfig | Tune | Mapping[str, Any] | None
 """The type of ``train_mode`` and ``infer_mode``. `inductor_config.Mode` tells why ``Mapping`` comes last."""
 
-PhaseConfig = InductorConfig | Tune | None
+PhaseConfig = InductorConfig | Tune | Fast | None
 """A converted `PhaseMode`. ``None`` if the phase is not compiled."""
 
 
@@ -77,12 +78,12 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
     """Convert a ``train_mode`` or ``infer_mode``. Return ``None`` if the phase is not compiled."""
     if isinstance(value, Tune):
         return value
-    if value == AUTO:
-        return Tune(AUTO)
+    if value in (AUTO, FAST):
+        return Tune(AUTO) if value == AUTO else Fast()
     if isinstance(value, Mapping) and "candidates" in value:
         check_fields(argument, value, Tune)
         return Tune(**value)
-    return as_config(value, argument, also=(AUTO, EAGER, None))
+    return as_config(value, argument, also=(FAST, AUTO, EAGER, None))
 
 
 def _checked(candidates: object) -> object:

@@ -79,12 +79,12 @@ def test_the_mode_applies_in_the_trainer_of_the_package_pytorch_lightning(monkey
 
 
 def test_the_mode_applies_to_both_phases_and_a_wrong_one_fails_in_the_trainer(monkeypatch):
-    for mode in ("auto", "eager"):
+    for mode, ran in {"auto": "auto", "eager": "eager", "fast": "default", "1": "default"}.items():
         monkeypatch.setenv(VARIABLE, mode)
         run = trainer(fast_dev_run=2)
         run.fit(Classifier(), loader(2), loader(2))
         report = callback_of(run).report
-        assert (report.train.mode, report.infer.mode) == (mode, mode)
+        assert (report.train.mode, report.infer.mode) == (ran, ran)
     monkeypatch.setenv(VARIABLE, "defalt")
     with pytest.raises(ValueError, match=r"COMPILE_CALLBACKS='defalt' is unknown; did you mean 'default'\?.*\[CC201"):
         trainer()

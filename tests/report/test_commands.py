@@ -73,7 +73,7 @@ def test_report_leaves_out_damaged_records_and_files(tmp_path, command):
 
 def test_modes_lists_every_mode_and_template(command):
     listed = {mode["name"]: mode for mode in json.loads(command("modes", "--device", "cpu", "--json").out)["modes"]}
-    assert set(listed) == {*torch._inductor.list_mode_options(), "default", *templates.names()}
+    assert set(listed) == {*torch._inductor.list_mode_options(), "fast", *templates.names()}
     assert listed["default"]["lacks"] is None
     assert "falls back" in listed["tma"]["lacks"]
     assert listed["reduce-overhead"]["options"] == {"triton.cudagraphs": True}

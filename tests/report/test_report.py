@@ -136,7 +136,7 @@ def test_the_sanity_check_is_eager_and_not_measured(golden):
 
 def test_what_was_not_measured_is_none():
     callback = InductorCompile(baseline_steps=0, verify="off")
-    assert callback.report == CompileReport(train=PhaseReport(mode="default"), infer=PhaseReport(mode="default"))
+    assert callback.report == CompileReport(train=PhaseReport(mode="fast"), infer=PhaseReport(mode="fast"))
     fit(callback, train=6, validation=None)
     train, infer = callback.report.train, callback.report.infer
     assert (train.eager_step_ms, train.speedup, train.break_even_steps) == (None, None, None)

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 import compile_callbacks
-from compile_callbacks import InductorBackend, InductorCompile, InductorConfig, Tune, compile_phases, graph_pass
+from compile_callbacks import (
+    InductorBackend,
+    InductorCompile,
+    InductorConfig,
+    Tune,
+    compile_phases,
+    export,
+    graph_pass,
+)
 
 pytestmark = pytest.mark.all_versions
 
@@ -40,7 +48,11 @@ VALUES = [
     (InductorConfig, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5"),
     (InductorConfig, {"dynamo": {"capture_scalar_output": True}}, "did you mean 'capture_scalar_outputs'"),
     (of_module, {"targets": ["no.such"]}, "targets='no.such'"),
-    (of_module, {"train_mode": "auto"}, "train_mode='auto' needs the step times of a Trainer"),
+    (of_module, {"train_mode": "auto"}, "train_mode='auto' needs the eager steps of a Trainer"),
+    (of_module, {"train_mode": "fast"}, "train_mode='fast' needs the eager steps of a Trainer.*Choices: 'default'"),
+    (InductorConfig, {"mode": "fast"}, "mode='fast' is unknown. Choices: 'default'"),
+    (functools.partial(export, nn.ReLU(), (torch.ones(1),), "x.pt2"), {"mode": "fast"}, "mode='fast' is unknown"),
+    (Tune, {"candidates": ["fast"]}, r"candidates\[0\]='fast' is unknown. Choices: 'default'"),
     (of_module, {"infer_mode": {"candidates": ["default"]}}, r"infer_mode='tune\(default\)'"),
     (InductorBackend, {"mode": None}, "mode=None compiles nothing"),
     (InductorBackend, {"mode": {"optoins": {}}}, "mode: field='optoins'"),
