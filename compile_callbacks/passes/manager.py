@@ -21,13 +21,7 @@ from compile_callbacks.passes.base import HOOK_OPTIONS, GraphPass, graph_kind, p
 
 
 class GraphPassError(RuntimeError):
-    """Raised if a graph pass raises an exception or leaves an invalid graph.
-
-    Attributes:
-        failed: The pass that failed.
-    """
-
-    failed: Any = None
+    """Raised if a graph pass raises an exception or leaves an invalid graph."""
 
 
 def find_pass_error(error: BaseException) -> GraphPassError | None:
@@ -61,9 +55,7 @@ class PassManager:
                 _check_same(interface, _interface(graph))
             except Exception as error:
                 where = f"graph pass {pass_name(graph_pass)!r} at {self.hook} in the {self.phase} phase"
-                failure = GraphPassError(f"{where} failed: {type(error).__name__}: {error}")
-                failure.failed = graph_pass
-                raise failure from error
+                raise GraphPassError(f"{where} failed: {type(error).__name__}: {error}") from error
             run = {"name": pass_name(graph_pass), "hook": self.hook, "graph": kind, "is_inference": is_inference}
             run |= {"seconds": seconds, "nodes_before": count, "nodes_after": len(graph.nodes)}
             self.on_run(run | {"changed": before != str(graph)})
