@@ -23,7 +23,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def run(path: list[Path], as_json: bool) -> int:
-    """Print all readable records. Return status 2 if a path has no report, or if a file or record is damaged."""
+    """Print all records before a damaged one. Return status 2 if a path has no report, or if a file is damaged."""
     errors: list[str] = []
     calls = [call for each in path for call in _read_calls(each, errors)]
     if as_json:
@@ -37,26 +37,20 @@ def run(path: list[Path], as_json: bool) -> int:
 
 
 def _read_calls(path: Path, errors: list[str]) -> Iterator[tuple[Path, dict[str, Any], CompileReport]]:
-    """Yield file, record and report of each trainer call. Add a line to ``errors`` for each damaged file or record."""
+    """Yield file, record and report of each trainer call. Add a line to ``errors`` for each damaged file."""
     files = sorted(path.rglob(FILE_NAME)) if path.is_dir() else [path]
     if not files:
         errors.append(f"{path} contains no {FILE_NAME}; a run with InductorCompile and a logger writes one at its end")
     for file in files:
         try:
-            records = read_records(file.read_bytes())
-        except (OSError, ValueError) as error:
-            errors.append(f"{file} cannot be read: {error}")
-            continue
-        for number, record in enumerate(records, 1):
-            try:
+            for record in read_records(file.read_bytes()):
                 if record["version"] != VERSION or not isinstance(record["report"], dict):
                     raise ValueError(f"not a record of version {VERSION}")
                 report = CompileReport.from_dict(record["report"])
                 str(report), details_to_text(report.phases)  # raises if the report cannot be printed
-            except Exception as error:
-                errors.append(f"{file}, record {number} is damaged: {type(error).__name__}: {error}")
-            else:
                 yield file, record, report
+        except Exception as error:  # a damaged record raises errors of many types
+            errors.append(f"{file} cannot be read: {type(error).__name__}: {error}")
 
 
 def _print_call(file: Path, record: dict[str, Any], report: CompileReport) -> None:
