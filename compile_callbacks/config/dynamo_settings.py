@@ -23,14 +23,10 @@ HEALINGS = (
 setting. The first line of a reason is the name of the kind in torch's registry."""
 
 
-def healing_settings(reasons: Iterable[str]) -> tuple[dict[str, bool], int]:
-    """Return the settings that may remove graph breaks with these reasons, and the number of these graph breaks.
+def healing_settings(reasons: Iterable[str]) -> list[str]:
+    """Return the settings that may remove graph breaks with these reasons.
 
     If a setting is set, torch gives other reasons than `HEALINGS` has.
     """
-    settings = [
-        next((setting for kind, setting in HEALINGS if re.match(kind, reason.lstrip(), re.DOTALL)), None)
-        for reason in reasons
-    ]
-    named = [setting for setting in settings if setting is not None]
-    return dict.fromkeys(sorted(set(named)), True), len(named)
+    texts = [reason.lstrip() for reason in reasons]
+    return sorted({s for kind, s in HEALINGS if any(re.match(kind, text, re.DOTALL) for text in texts)})

@@ -52,7 +52,7 @@ def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") ->
     return guard, None
 
 
-def short_reason(reason: str) -> str:
+def short_reason(reason: str | None) -> str:
     r"""Return the sentence of torch's reason that describes the event, in one line.
 
     Example::
@@ -60,6 +60,7 @@ def short_reason(reason: str) -> str:
         >>> short_reason("Unsupported\n  Explanation: Dynamo does not know `print`.\n  Hint: Remove it.")
         'Dynamo does not know `print`.'
     """
+    reason = str(reason or "torch gives no reason")
     explanation = re.search(r"^\s*Explanation: (.*)$", reason, re.MULTILINE)
     if explanation:  # which may be empty
         reason = explanation[1] or reason.partition("\n")[0]

@@ -108,8 +108,8 @@ class CompileProgress:
         count, form = self._events[event.kind, event.phase], EVENT_KINDS[event.kind].line
         if form and count <= MAX_LINES:
             where = f" at {Path(event.file).name}:{event.line}" if event.file else ""
-            reason = short_reason(event.reason or "torch gives no reason")
-            line = form.format(target=f"{event.target!r} ({event.phase})", reason=reason, where=where)
+            about = f"{event.target!r} ({event.phase})"
+            line = form.format(target=about, reason=short_reason(event.reason), where=where)
             line += f"; {event.fix}" if event.fix else ""
             further = f" (further events: report.{event.phase}.diagnostics.events)"
             self._print_line(line + further * (count == MAX_LINES))

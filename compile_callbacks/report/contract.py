@@ -190,7 +190,7 @@ def _reasons(events: Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for event in events:
         where = f" ({Path(event['file']).name}:{event.get('line')})" if event.get("file") else ""
-        texts.append(f"{event['target']}{where}: {short_reason(event.get('reason') or 'torch gives no reason')}")
+        texts.append(f"{event['target']}{where}: {short_reason(event.get('reason'))}")
     return "; ".join(list(dict.fromkeys(texts))[:3])
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from compile_callbacks._utils.phases import EAGER, Phase
-from compile_callbacks.config.dynamo_settings import healing_settings
 from compile_callbacks.profiling.comparison import MAX_FACTOR, MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.figures import PhaseReport
@@ -18,6 +17,7 @@ MAX_STEP_TIME_VARIATION = 0.25
 this value, the quartiles are 0.75 and 1.25 times the median, which differ by as much as compiling often gains."""
 
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
+_EXPLAIN = "compile-callbacks explain"
 
 
 def verdict_lines(phases: Mapping[Phase, PhaseReport]) -> list[str]:
@@ -36,59 +36,45 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
     if report.mode_reason:
         claim += f"; mode {report.mode} ({report.mode_reason})"
     without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
-    if without_effect and _reason(without_effect) not in claim:
-        claim += f"; {_reason(without_effect)}"
+    if without_effect and without_effect["why"] not in claim:
+        claim += f"; {without_effect['why']}"
     if noise := _noise(report):
         return f"{claim}; step times vary {noise}, so other programs may use the machine: measure again"
     return f"{claim}; try {phase}_mode={EAGER!r}" if report.verdict == "slower" else claim
 
 
-_CLAIMS = {
-    "faster": "{speedup} faster ({times}), saved {saved} after {compiling} of compiling",
-    "compile time not repaid": "{speedup} faster ({times}), but {compiling} compiling are not repaid: lost {lost} so "
-    "far, break-even {break_even}",
-    "slower": "{slower} ({times}): {cause}",
-    "no difference": "no difference ({eager} vs {compiled} ms, spread ±{spread}), {compiling} spent compiling",
-    "not comparable": "no factor ({times}): {doubt}; measure again while no other program uses the machine; on a CPU, "
-    "also set OMP_NUM_THREADS=1",
-    "too few samples": "too few samples ({times}): {samples} of one kind, {least} of each are needed",
-    "still compiling": "not compiled yet: the run was shorter than the compile in the background ({waited} meanwhile)",
-    "not compiled": "not compiled: {uncompiled}",
-}
-_ONE_SIDE = "too few samples: no {missing} steps of the same workload to compare, {compiling} spent compiling"
-
-
 def _claim(report: PhaseReport) -> str:
     """Return the verdict line without losses, settings without effect and advice."""
-    if report.verdict is None:
-        return _why_no_verdict(report)
     details, eager_ms, compiled_ms = report.diagnostics, report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0
     speedup, net, steps = report.speedup or 1.0, report.net_seconds_saved or 0, report.break_even_steps or math.inf
+    times, compiling = f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms", _duration(report.compile_seconds or 0)
+    faster = f"{_times(speedup)} faster ({times})"
+    slower = f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower"
+    spread = _ms(max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0) / 2)
     low, high = details.speedup_interval or (0, math.inf)
     doubt = f"step times vary too much (the speedup may be {low:.2g} to {high:.2g})"
     if max(eager_ms, compiled_ms) > MAX_FACTOR * min(eager_ms, compiled_ms):
         doubt = "such a difference is a fault of the measurement, as when threads wait for each other"
-    lacks_side = report.verdict == "too few samples" and not (eager_ms and compiled_ms)
+    few = f" ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
+    if not (eager_ms and compiled_ms):
+        missing = "compiled" if eager_ms else "eager"
+        few = f": no {missing} steps of the same workload to compare, {compiling} spent compiling"
     uncompiled, code = _why_uncompiled(report)
-    return (_ONE_SIDE if lacks_side else _CLAIMS.get(report.verdict, "")).format(
-        speedup=_times(speedup),
-        slower=f"slower by {1 / speedup - 1:.0%}" if 1 / speedup < 1.95 else f"{_times(1 / speedup)} slower",
-        cause=_why_slower(report),
-        times=f"{_ms(eager_ms)} → {_ms(compiled_ms)} ms",
-        eager=_ms(eager_ms),
-        compiled=_ms(compiled_ms),
-        spread=_ms(max(details.eager_spread_ms or 0, details.compiled_spread_ms or 0) / 2),
-        saved=_duration(net),
-        lost=_duration(-net),
-        break_even="never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps",
-        compiling=_duration(report.compile_seconds or 0),
-        doubt=doubt,
-        samples=report.samples,
-        least=MIN_SAMPLES,
-        missing="compiled" if eager_ms else "eager",
-        waited=_count(details.waiting_steps, "step"),
-        uncompiled=uncompiled + (f", see {code}" if code else ""),
-    )
+    claims = {
+        None: _why_no_verdict(report),
+        "faster": f"{faster}, saved {_duration(net)} after {compiling} of compiling",
+        "compile time not repaid": f"{faster}, but {compiling} compiling are not repaid: lost {_duration(-net)} so "
+        "far, break-even " + ("never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps"),
+        "slower": f"{slower} ({times}): {_why_slower(report)}",
+        "no difference": f"no difference ({times.replace('→', 'vs')}, spread ±{spread}), {compiling} spent compiling",
+        "not comparable": f"no factor ({times}): {doubt}; measure again while no other program uses the machine; on a "
+        "CPU, also set OMP_NUM_THREADS=1",
+        "too few samples": f"too few samples{few}",
+        "still compiling": "not compiled yet: the run was shorter than the compile in the background "
+        f"({_count(details.waiting_steps, 'step')} meanwhile)",
+        "not compiled": f"not compiled: {uncompiled}" + (f", see {code}" if code else ""),
+    }
+    return claims.get(report.verdict, "")
 
 
 def _why_no_verdict(report: PhaseReport) -> str:
@@ -102,9 +88,8 @@ def _why_no_verdict(report: PhaseReport) -> str:
         return "no candidate is chosen yet: the phase ran too few steps"
     if not_requested := _event(report, "not_requested"):
         return f"not compiled: {not_requested['reason']}"
-    if report.mode != EAGER and report.eager_step_ms is not None:
-        return "not compiled yet: only eager baseline steps have run"
-    return ""
+    has_baseline = report.mode != EAGER and report.eager_step_ms is not None
+    return "not compiled yet: only eager baseline steps have run" if has_baseline else ""
 
 
 def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
@@ -122,46 +107,33 @@ def notes(phases: Mapping[Phase, PhaseReport]) -> list[str]:
 def next_step(phases: Mapping[Phase, PhaseReport]) -> str | None:
     """Return the advice about the most important problem, or ``None`` if there is no problem."""
     ranks = zip(*(_next_steps(phase, report) for phase, report in phases.items()), strict=True)
-    return next((advice for of_both_phases in ranks for advice in of_both_phases if advice), None)
+    return next((advice for of_both_phases in ranks for applies, advice in of_both_phases if applies), None)
 
 
-def _next_steps(phase: Phase, report: PhaseReport) -> Iterator[str | None]:
-    """Yield advice about each problem, the most important first, or ``None`` if the phase does not have the problem."""
+def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
+    """Return whether the phase has each problem, and the advice about it, the most important first."""
     verdict, details = report.verdict, report.diagnostics
-    differs = (report.verified or "").startswith("differs")
-    yield f"find out why {phase} differs from eager: compile-callbacks explain CC302" if differs else None
+    failed, recompile, broken = (_event(report, kind) or {} for kind in ("fallback", "recompile", "graph_break"))
     code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
-    yield f"read why {phase} is not compiled: compile-callbacks explain {code}" if code else None
-    code = failed.get("code", "CC301") if (failed := _event(report, "fallback")) else ""
-    yield f"read why a part of {phase} runs eagerly: compile-callbacks explain {code}" if code else None
-    recompile, times = _event(report, "recompile") or {}, "once"
-    times = times if report.recompiles == 1 else f"{report.recompiles} times"
-    yield f"{phase} recompiled {times} ({recompile['reason']}): {recompile['fix']}" if recompile.get("fix") else None
-    noise = _noise(report)
-    again = verdict == "not comparable" or (noise and verdict in ("slower", "no difference"))
-    yield f"measure {phase} again while no other program uses the machine" if again else None
-    yield f"{phase}_mode={EAGER!r} leaves the phase eager" if verdict == "slower" else None
-    broken = _event(report, "graph_break") or {}
+    times = "once" if report.recompiles == 1 else f"{report.recompiles} times"
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
-    breaks = f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {_reason(broken)}"
-    yield breaks + _healing(phase, report) if broken else None
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
-    yield cached if verdict == "compile time not repaid" and report.break_even_steps != math.inf else None
     baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""
-    yield f"run more {phase} steps{baseline}" if verdict == "too few samples" else None
-    yield f"{phase}_mode='auto' tries other modes" if verdict == "no difference" else None
-    events = [event for event in details.events if event.get("verdict") == "not compared" and event.get("fix")]
-    compared = f"{phase} has a graph that was not compared with eager"
-    yield f"{compared} ({events[0]['reason']}): {events[0]['fix']}" if events else None
-
-
-def _healing(phase: Phase, report: PhaseReport) -> str:
-    """Return the Dynamo settings that may remove graph breaks, or an empty string if the table knows none."""
-    breaks = report.diagnostics.events_of("graph_break")
-    settings, count = healing_settings(str(event.get("reason", "")) for event in breaks)
-    removes = f"may remove {count} of {_count(report.graph_breaks, 'graph break')}"
-    guesses = "lets torch guess that a size that it does not know is not 1"
-    return f"; {phase}_mode={{'dynamo': {settings}}} {removes}, and {guesses}" if count else ""
+    again = verdict == "not comparable" or (_noise(report) and verdict in ("slower", "no difference"))
+    unsure = next((e for e in details.events if e.get("verdict") == "not compared" and e.get("fix")), {})
+    return [
+        ((report.verified or "").startswith("differs"), f"find out why {phase} differs from eager: {_EXPLAIN} CC302"),
+        (code, f"read why {phase} is not compiled: {_EXPLAIN} {code}"),
+        (failed, f"read why a part of {phase} runs eagerly: {_EXPLAIN} {failed.get('code', 'CC301')}"),
+        (recompile.get("fix"), f"{phase} recompiled {times} ({recompile.get('reason')}): {recompile.get('fix')}"),
+        (again, f"measure {phase} again while no other program uses the machine"),
+        (verdict == "slower", f"{phase}_mode={EAGER!r} leaves the phase eager"),
+        (broken, f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {broken.get('why')}"),
+        (verdict == "compile time not repaid" and report.break_even_steps != math.inf, cached),
+        (verdict == "too few samples", f"run more {phase} steps{baseline}"),
+        (verdict == "no difference", f"{phase}_mode='auto' tries other modes"),
+        (unsure, f"{phase} has a graph that was not compared with eager ({unsure.get('reason')}): {unsure.get('fix')}"),
+    ]
 
 
 def _noise(report: PhaseReport) -> str:
@@ -171,33 +143,29 @@ def _noise(report: PhaseReport) -> str:
     medians, details = (report.eager_step_ms or 0.0, report.compiled_step_ms or 0.0), report.diagnostics
     sides = zip(medians, (details.eager_spread_ms, details.compiled_spread_ms), strict=True)
     variation = max((spread / 2 / median for median, spread in sides if median and spread), default=0.0)
-    if variation > MAX_STEP_TIME_VARIATION:
-        return f"by ±{variation:.0%}"
-    return "too much" * (report.verdict == "no difference" and max(medians) > _CLEAR_DIFFERENCE * min(medians))
+    unclear = "too much" * (report.verdict == "no difference" and max(medians) > _CLEAR_DIFFERENCE * min(medians))
+    return f"by ±{variation:.0%}" if variation > MAX_STEP_TIME_VARIATION else unclear
 
 
 def _why_slower(report: PhaseReport) -> str:
     """Return what may have made the steps slower. The figures do not show that it did."""
     if skipped := _event(report, "cudagraph_skip"):
-        return _reason(skipped)
+        return str(skipped["why"])
     for kind in ("fallback", "eager_call", "recompile", "graph_break"):
         if event := _event(report, kind):
             count, which = len(report.diagnostics.events_of(kind)), "first" if kind == "graph_break" else "last"
-            reason = _reason(event) if count == 1 else f"the {which}: {_reason(event)}"
+            reason = event["why"] if count == 1 else f"the {which}: {event['why']}"
             return f"possible cause: {_count(count, kind.replace('_', ' '))} ({reason})"
     return "torch reports no cause"
 
 
 def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
     """Return the reason why a phase has no compiled graph, and the code of the message that explains the reason."""
-    for kind, what in (
-        ("fallback", "fell back to eager"),
-        ("eager_call", "runs eagerly"),
-        ("graph_break", "has a graph break"),
-    ):
+    causes = {"fallback": "fell back to eager", "eager_call": "runs eagerly", "graph_break": "has a graph break"}
+    for kind, what in causes.items():
         if event := _event(report, kind):
             code = "CC101" if kind == "graph_break" else event.get("code", "CC301")
-            return f"{event['target']!r} {what}, because {_reason(event)}", code
+            return f"{event['target']!r} {what}, because {event['why']}", code
     if report.compile_seconds is None:
         names = ", ".join(map(repr, report.targets))
         return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
@@ -211,11 +179,8 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
 def _event(report: PhaseReport, kind: str) -> Mapping[str, Any] | None:
     """Return the last event of a kind. Of graph breaks, return the first, which often causes the others."""
     events = report.diagnostics.events_of(kind)
-    return events[0 if kind == "graph_break" else -1] if events else None
-
-
-def _reason(event: Mapping[str, Any]) -> str:
-    return short_reason(str(event.get("reason") or "torch gives no reason"))
+    event = events[0 if kind == "graph_break" else -1] if events else None
+    return event and {**event, "why": short_reason(event.get("reason"))}
 
 
 def _count(count: int, what: str) -> str:
@@ -233,7 +198,5 @@ def _ms(value: float) -> str:
 
 def _duration(seconds: float) -> str:
     """Format seconds for a reader: ``"3 min 12 s"``."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{minutes} min {rest} s" if minutes else f"{rest} s"

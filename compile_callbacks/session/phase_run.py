@@ -90,7 +90,7 @@ class PhaseRun(Contest):
             problems.append(("failed", "nothing was compiled in its steps"))
         seconds = sum(event.seconds or 0 for event in events if event.kind in ("compile", "background"))
         breaks = [event.reason or "" for event in events if event.kind == "graph_break"]
-        return CompileFacts(seconds, next(iter(problems), None), tuple(healing_settings(breaks)[0]))
+        return CompileFacts(seconds, next(iter(problems), None), tuple(healing_settings(breaks)))
 
     def waits(self, variant: Variant) -> Variant | None:
         """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
