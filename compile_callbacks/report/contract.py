@@ -22,12 +22,12 @@ VERSION = 1
 """The version of contracts."""
 
 MARGIN = 0.2
-
 _EVENTS = {"recompiles": "recompile", "fallbacks": "fallback", "skipped_cudagraphs": "cudagraph_skip"}
 _VERDICTS = {"differing_graphs": "differs", "uncompared_graphs": "not compared"}
 _WITH_MARGIN = ("peak_memory_mib", "compile_seconds", "speedup")
 _PHASE_FIELDS = ("targets", "graphs", "graph_breaks", *_EVENTS, *_VERDICTS, *_WITH_MARGIN)
 _FIELDS = ("version", "call", "torch", "margin", *PHASES)
+_BREACH = ("phase", "figure", "value", "allowed", "reason")
 _NEEDED = (
     "memory needs compiled steps that raise the process's peak on a GPU, and a speedup "
     f"{MIN_SAMPLES} steps of each kind of one workload that vary little"
@@ -41,8 +41,7 @@ class ContractError(ValueError):
 class _Value(NamedTuple):
     value: float
     reason: str
-    low: float  # the ends of the interval of the value
-    high: float
+    best: float  # the end of the interval of the value that a contract allows more easily
 
 
 def read_record(path: Path, call: str | None = None) -> dict[str, Any]:
@@ -63,25 +62,19 @@ def read_contract(path: Path) -> dict[str, Any]:
     contract = {"margin": MARGIN, **_load(path)}
     if contract.get("version") != VERSION:
         raise ContractError(f"{path}: version={contract.get('version')!r}, but this library reads version {VERSION}")
-    if contract["margin"] < 0:
-        raise ContractError(f"{path}: margin={contract['margin']!r} must be a number from 0 on, such as {MARGIN}")
-    phases = {f"{phase}.": contract[phase] for phase in PHASES if phase in contract}
-    for prefix, fields in {"": contract, **phases}.items():
-        known = [prefix + name for name in (_PHASE_FIELDS if prefix else _FIELDS)]
-        for name in fields:
-            if prefix + name not in known:
-                raise ContractError(f"{path}: {unknown('field', prefix + name, known)}")
-    if not phases:
+    names = [*contract, *(f"{phase}.{name}" for phase in PHASES for name in contract.get(phase, ()))]
+    known = [*_FIELDS, *(f"{phase}.{name}" for phase in PHASES for name in _PHASE_FIELDS)]
+    for name in names:
+        if name not in known:
+            raise ContractError(f"{path}: {unknown('field', name, known)}")
+    if not contract.keys() & {*PHASES}:
         raise ContractError(f"{path} checks nothing: it has neither of the phases {' and '.join(PHASES)}")
     return contract
 
 
 def _load(path: Path) -> Any:
-    def refuse(constant: str) -> None:  # because each comparison with NaN is false
-        raise ValueError(f"{constant} is no number")
-
     try:
-        return json.loads(path.read_bytes(), parse_constant=refuse)
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"{path} cannot be read: {error}") from error
 
@@ -96,16 +89,16 @@ def make_contract(record: Mapping[str, Any]) -> dict[str, Any]:
         contract["call"] = record["call"]
     for phase in PHASES:
         report = PhaseReport.from_dict(record["report"][phase])
-        if not (targets := sorted(_compiled_targets(report))):
+        if not (compiled := _compiled_targets(report)):
             continue
-        allowed = contract[phase] = {"targets": targets, "graph_breaks": {}}
-        for name, (value, _, low, _) in _figures(report).items():
-            kind = name.partition(": ")[2]
-            if kind:
+        allowed = contract[phase] = {"targets": sorted(compiled), "graph_breaks": {}}
+        low, *_ = report.diagnostics.speedup_interval or (0.0,)
+        for name, (value, *_) in _figures(report).items():
+            if kind := name.partition(": ")[2]:
                 allowed["graph_breaks"][kind] = value
             elif name != "speedup" or low * (1 + MARGIN) >= value:
                 allowed[name] = float(f"{value:.4g}") if name in _WITH_MARGIN else value
-    if not any(phase in contract for phase in PHASES):
+    if not contract.keys() & {*PHASES}:
         raise ContractError("the run compiled nothing, so a contract of its report would check nothing")
     return contract
 
@@ -115,35 +108,30 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
 
     A breach has the ``phase``, the ``figure``, its ``value``, what is ``allowed``, and the ``reason``.
     """
-    breaches: list[dict[str, Any]] = []
+    breaches: list[tuple[object, ...]] = []
     missing: list[str] = []
-
-    def add(*breach: object) -> None:
-        breaches.append(dict(zip(("phase", "figure", "value", "allowed", "reason"), breach, strict=True)))
-
     for phase in PHASES:
-        data, allowed = record["report"].get(phase), contract.get(phase)
-        if allowed is None:
+        if (allowed := contract.get(phase)) is None:
             continue
+        data = record["report"].get(phase)
         report = PhaseReport.from_dict(data and {**data, "diagnostics": data["diagnostics"]})  # which must be there
         if not data or ((report.compile_seconds, report.verdict) == (None, None) and report.mode != EAGER):
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
         figures, compiled = _figures(report), _compiled_targets(report)
-        for target in allowed.get("targets", ()):
-            if target not in compiled:
-                add(phase, "targets", f"{target} not compiled", "none", _why_not(report, target))
-        for name, (value, reason, low, high) in figures.items():
-            figure_name, _, kind = name.partition(": ")
-            if figure_name in allowed:
-                limit = allowed[figure_name].get(kind, 0) if kind else allowed[figure_name]
+        absent = [target for target in allowed.get("targets", ()) if target not in compiled]
+        breaches += [(phase, "targets", f"{t} not compiled", "none", _why_not(report, t)) for t in absent]
+        for name, (value, reason, best) in figures.items():
+            figure, _, kind = name.partition(": ")
+            if figure in allowed:
+                limit = allowed[figure].get(kind, 0) if kind else allowed[figure]
                 margin = 1 + contract["margin"] if name in _WITH_MARGIN else 1
                 bound = limit / margin if name == "speedup" else limit * margin
-                if high < bound if name == "speedup" else low > bound:
-                    add(phase, name, value, bound, reason)
-        absent = [name for name in _WITH_MARGIN if name in allowed and name not in figures and compiled]
-        missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in absent]
-    return breaches, missing
+                if best < bound if name == "speedup" else best > bound:
+                    breaches.append((phase, name, value, bound, reason))
+        lacks = [name for name in _WITH_MARGIN if name in allowed and name not in figures and compiled]
+        missing += [f"the report has no figure for {phase}.{name} ({_NEEDED})" for name in lacks]
+    return [dict(zip(_BREACH, breach, strict=True)) for breach in breaches], missing
 
 
 def _figures(report: PhaseReport) -> dict[str, _Value]:
@@ -156,24 +144,24 @@ def _figures(report: PhaseReport) -> dict[str, _Value]:
         # The first line of torch's reason names the kind of graph break.
         kind = (str(event.get("reason") or "").strip() or "unknown").splitlines()[0]
         events.setdefault(f"graph_breaks: {kind}", []).append(event)
-    counts = {"graphs": (compiled.total(), ", ".join(f"{target} {graphs}" for target, graphs in compiled.items()))}
-    counts |= {name: (len(found), _reasons(found)) for name, found in events.items()}
-    never, (count, reason) = max(compiled.total() - len(verified), 0), counts["uncompared_graphs"]
-    counts["uncompared_graphs"] = count + never, reason or "the run did not verify them"
-    figures = {name: _Value(count, reason, count, count) for name, (count, reason) in counts.items()}
+    total, graphs = compiled.total(), ", ".join(f"{target} {graphs}" for target, graphs in compiled.items())
+    figures = {"graphs": _Value(total, graphs, total)}
+    for name, found in events.items():
+        count = len(found) + max(total - len(verified), 0) * (name == "uncompared_graphs")
+        figures[name] = _Value(count, _reasons(found) or "the run did not verify them", count)
     if (peak := details.peak_memory_mib) is not None:
-        figures["peak_memory_mib"] = _Value(peak, "the highest peak of a compiled step", peak, peak)
+        figures["peak_memory_mib"] = _Value(peak, "the highest peak of a compiled step", peak)
     low, high = details.speedup_interval or (1.0, 1.0)
     if (seconds := report.compile_seconds) is not None:
         compiles = sorted(details.events_of("compile"), key=lambda event: -event.get("seconds", 0))
         longest = ", ".join(f"{event['target']} {event.get('seconds', 0):.1f} s" for event in compiles[:3])
         # A single measurement. Other work on the machine can double it, or make it longer by as much as it did steps.
-        figures["compile_seconds"] = _Value(seconds, longest, seconds / max(2.0, high / low), seconds)
+        figures["compile_seconds"] = _Value(seconds, longest, seconds / max(2.0, high / low))
     medians = report.eager_step_ms, report.compiled_step_ms
     if details.speedup_interval and medians[0] and medians[1] and report.verdict != "not comparable":
         causes = _reasons(details.events_of("cudagraph_skip") + details.events_of("fallback"))
         reason = "; ".join(filter(None, ("eager {:.4g} ms, compiled {:.4g} ms".format(*medians), causes)))
-        figures["speedup"] = _Value(medians[0] / medians[1], reason, low, high)
+        figures["speedup"] = _Value(medians[0] / medians[1], reason, high)
     return figures
 
 
