@@ -1,10 +1,7 @@
-"""transformers and peft: BERT, GPT-2 with ``generate``, T5, and LoRA adapters."""
+"""transformers and peft: BERT, GPT-2 with ``generate``, and LoRA adapters."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
@@ -31,17 +28,14 @@ class _Generates(_Texts):
         return loss, words
 
 
-def bert(*, checkpointing: bool = False, width: int = WIDTH):
+def bert(*, width: int = WIDTH):
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
         vocab_size=WORDS, hidden_size=width, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * width,
         hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
-    net = BertForSequenceClassification(config)
-    if checkpointing:
-        net.gradient_checkpointing_enable()
-    return net
+    return BertForSequenceClassification(config)
 
 
 def gpt2():
@@ -54,26 +48,11 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0,
-        decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
 def lora():
     from peft import LoraConfig, get_peft_model
 
     # A TaskType would need the name of a pretrained model.
     return get_peft_model(bert(width=48), LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
-
-
-def merge(module: pl.LightningModule) -> None:
-    net: Any = module.net
-    module.net = net.merge_and_unload()
 
 
 def texts(batches: int, *, labels: str, seed: int = 0) -> DataLoader:
@@ -109,22 +88,13 @@ def on_texts(name: str, make, *, labels: str, batches: int = 16, **settings) -> 
     return Trial(**{"name": name, "make": make, "train": train, "validate": validate} | settings)
 
 
-def _nothing(module: pl.LightningModule) -> None:
-    pass
-
-
 TRIALS = [
-    on_texts("BERT, padded to the longest", lambda: _Texts(bert()), labels="class", batches=24, after=_nothing),
-    on_texts(
-        "BERT, activation checkpointing", lambda: _Texts(bert(checkpointing=True, width=40)), labels="class", batches=24
-    ),
+    on_texts("BERT, padded to the longest", lambda: _Texts(bert()), labels="class", batches=24),
     on_texts(
         "GPT-2 with generate()",
         lambda: _Generates(gpt2()),
         labels="words",
         validate=lambda: same_length(6),
-        after=_nothing,
     ),
-    on_texts("T5", lambda: _Texts(t5()), labels="words"),
-    on_texts("peft LoRA, merged", lambda: _Texts(lora()), labels="class", after=merge),
+    on_texts("peft LoRA", lambda: _Texts(lora()), labels="class"),
 ]

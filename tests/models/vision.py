@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 from unittest import mock
 
 import torch
@@ -51,12 +50,6 @@ def vit():
     return VisionTransformer(
         img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=CLASSES, dynamic_img_size=True
     )
-
-
-def mobilenet():
-    import timm
-
-    return timm.create_model("mobilenetv4_conv_small_050", num_classes=CLASSES)
 
 
 def unet():
@@ -135,15 +128,6 @@ class Volumes(_Images):
         return sliding_window_inference(batch, (32, 32), 4, self.net, overlap=0.25)
 
 
-class MetaTensors(Volumes):
-    """With monai's tensor subclass as the input."""
-
-    def training_step(self, batch, batch_idx):
-        from monai.data import MetaTensor
-
-        return F.cross_entropy(self.net(MetaTensor(batch[0])).as_tensor(), batch[1])
-
-
 def patches(batches: int) -> DataLoader:
     return DataLoader([(x[:, :1], y) for x, y in images(batches, masks=True)], batch_size=None)
 
@@ -152,47 +136,6 @@ def whole_images(count: int) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     sizes = [(48 + 8 * (i % 4), 56 + 8 * (i % 3)) for i in range(count)]
     return DataLoader([torch.randn(1, 1, *size, generator=generator) for size in sizes], batch_size=None)
-
-
-class Detector(Trained):
-    rate = 0.001
-
-    def __init__(self) -> None:
-        from torchvision.models.detection import FasterRCNN
-        from torchvision.models.detection.rpn import AnchorGenerator
-        from torchvision.ops import MultiScaleRoIAlign
-
-        super().__init__()
-        backbone: Any = nn.Sequential(nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU())
-        backbone.out_channels = 16
-        proposals = {"rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20}
-        proposals |= {"rpn_pre_nms_top_n_test": 50, "rpn_post_nms_top_n_test": 10}
-        self.net = FasterRCNN(
-            backbone, num_classes=CLASSES, min_size=64, max_size=96,
-            rpn_anchor_generator=AnchorGenerator(sizes=((16, 32),), aspect_ratios=((1.0,),)),
-            box_roi_pool=MultiScaleRoIAlign(featmap_names=["0"], output_size=4, sampling_ratio=2),
-            box_batch_size_per_image=16, rpn_batch_size_per_image=16, **proposals,
-        )  # fmt: skip
-
-    def training_step(self, batch, batch_idx):
-        return sum(self.net(*batch).values())
-
-    def validation_step(self, batch, batch_idx):
-        return [found["scores"].sum() for found in self.net(batch[0])]
-
-
-def boxes(batches: int, seed: int = 0) -> DataLoader:
-    generator = torch.Generator().manual_seed(seed)
-
-    def batch(index: int):
-        pictures = [torch.rand(3, 64 + 8 * ((index + i) % 3), 64, generator=generator) for i in range(2)]
-        corners = [torch.rand(1 + (index + i) % 3, 2, generator=generator) * 30 for i in range(2)]
-        targets = [
-            {"boxes": torch.cat([c, c + 20], 1), "labels": torch.ones(len(c), dtype=torch.long)} for c in corners
-        ]
-        return pictures, targets
-
-    return DataLoader([batch(i) for i in range(batches)], batch_size=None)
 
 
 def stfpm():
@@ -226,20 +169,13 @@ TRIALS = [
         make=BYOL,
         train=lambda: images(20),
         validate=lambda: images(8, seed=1),
-        close={"rtol": 1e-2, "atol": 1e-2},  # batch norm over four samples amplifies rounding
+        tolerance=1e-2,  # batch norm over four samples amplifies rounding
     ),
     Trial(
         name="timm ViT, mixup, two sizes",
         make=lambda: _Mixed(vit()),
         train=lambda: images(24, (32, 48)),
         validate=lambda: images(8, (32, 48), seed=1),
-    ),
-    Trial(
-        name="timm MobileNetV4, mixup, two sizes",
-        make=lambda: _Mixed(mobilenet()),
-        train=lambda: images(20, (32, 64)),
-        validate=lambda: images(8, (32, 64), seed=1),
-        chaotic=True,
     ),
     Trial(
         name="segmentation_models_pytorch U-Net",
@@ -250,16 +186,5 @@ TRIALS = [
     ),
     Trial(
         name="monai U-Net, sliding windows", make=Volumes, train=lambda: patches(16), validate=lambda: whole_images(8)
-    ),
-    Trial(name="monai U-Net, MetaTensor", make=MetaTensors, train=lambda: patches(16)),
-    Trial(
-        name="torchvision Faster R-CNN",
-        make=Detector,
-        train=lambda: boxes(16),
-        validate=lambda: boxes(6, seed=1),
-        arguments={
-            "train_mode": {"options": {"fallback_random": True}},  # it samples proposals at random
-            "infer_mode": {"dynamic": False},  # torch 2.15 fails on image sizes that are symbols
-        },
     ),
 ]
