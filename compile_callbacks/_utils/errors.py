@@ -26,13 +26,7 @@ _CODE = re.compile(r" \[CC\d*(: [^\]…]*)?[\]…]")  # "…" ends an inner mess
 
 
 def with_code(code: str, message: str) -> str:
-    """Append a code to a message, and the command that explains the code. Remove other codes from the message.
-
-    Example::
-
-        >>> with_code("CC104", "target 'net' was never called")
-        "target 'net' was never called [CC104: compile-callbacks explain CC104]"
-    """
+    """Append a code to a message, and the command that explains the code. Remove other codes from the message."""
     return f"{_CODE.sub('', message)} [{code}: compile-callbacks explain {code}]"
 
 
@@ -57,10 +51,8 @@ class WarnOnce:
 
 
 def _stack_level_of_user() -> int:
-    """Return the ``stacklevel`` of the innermost frame outside `_INTERNAL_PACKAGES`, or of the outermost frame.
-
-    Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
-    """
+    """Return the ``stacklevel`` of the innermost frame outside `_INTERNAL_PACKAGES`, or of the outermost frame."""
+    # Replace this function by ``skip_file_prefixes`` of Python 3.12 when Python 3.11 is no longer supported.
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL_PACKAGES:
         level, frame = level + 1, frame.f_back

@@ -14,11 +14,8 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. The file replaces ``path`` if the block succeeds, and is deleted if the block fails.
-
-    The temporary file is in the folder of ``path`` and has the same suffix. Several processes can write at once: each
-    has its own temporary file, and the file of the last process remains.
-    """
+    """Yield a temporary path. The file replaces ``path`` if the block succeeds, and is deleted if the block fails."""
+    # Several processes can write at once: each has its own temporary file, and the file of the last process remains.
     temporary = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         yield temporary
@@ -37,10 +34,7 @@ def write_json(path: Path, data: Any, *, mode: int = 0o666) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the data of a JSON file, or ``None`` if the file is missing or damaged.
-
-    Check the data before use, because other programs and people can write the file.
-    """
+    """Return the data of a JSON file, which anyone may have written, or ``None`` if it is missing or damaged."""
     try:
         # Opens regular files only, because opening a named pipe would wait for its writer.
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -29,13 +29,7 @@ def check_type(argument: str, value: object, kinds: type | tuple[type, ...], exp
 
 
 def unknown(argument: str, value: object, choices: Iterable[str | None]) -> str:
-    """Return the message for a value that is not one of the choices, with similar names and a few of the choices.
-
-    Example::
-
-        >>> unknown("train_mode", "defualt", ["lite", "default"])
-        "train_mode='defualt' is unknown; did you mean 'default'? Choices: 'default', 'lite'."
-    """
+    """Return the message for a value that is not one of the choices, with similar names and a few of the choices."""
     names = list(choices)
     near = difflib.get_close_matches(value, filter(None, names)) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -62,13 +56,11 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return the type and message of the root cause of an error, or the error that a process printed before it failed.
-
-    torch's message about a process only contains the long command line.
-    """
+    """Return the type and message of the root cause of an error, or the error that a failed process printed."""
     error = error_chain(error)[-1]
     if not isinstance(error, subprocess.CalledProcessError):
         return f"{type(error).__name__}: {error}".strip()
+    # torch's message only contains the long command line.
     command = error.cmd.split() if isinstance(error.cmd, str) else error.cmd
     texts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
     output = "\n".join(text.strip() for text in texts if text.strip())

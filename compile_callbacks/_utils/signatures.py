@@ -16,13 +16,8 @@ _MAX_DEPTH = 8
 
 
 def signature(inputs: Any) -> Any:
-    """Return a hashable description of inputs: shape, dtype, device and ``requires_grad`` of tensors, and other types.
-
-    ``inputs`` are a batch, or the inputs of a call. The function searches sequences, mappings such as
-    `transformers.BatchEncoding`, dataclasses, and the attributes of other objects such as a batch of graphs. Of a large
-    container, it reads the first entries and the length. It also ends if a batch contains itself.
-    """
-    return _signature_of(inputs, [_MAX_VALUES], _MAX_DEPTH)
+    """Return a hashable description of a batch: shape, dtype, device and ``requires_grad`` of tensors, other types."""
+    return _signature_of(inputs, [_MAX_VALUES], _MAX_DEPTH)  # ends also if a batch contains itself
 
 
 def _signature_of(value: Any, left: list[int], depth: int) -> Any:
@@ -41,20 +36,11 @@ def _signature_of(value: Any, left: list[int], depth: int) -> Any:
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a call's inputs, each with an expression such as ``args[0]``.
-
-    The function omits parameters and tensors in modules, because they are weights.
-
-    Example::
-
-        >>> [name for name, _ in tensors_of([torch.ones(2), 3], {"state": {"h": torch.ones(2)}})]
-        ['args[0]', "kwargs['state']['h']"]
-    """
+    """Yield the tensors in a call's inputs that are no weights, each with a name such as ``kwargs['state']['h']``."""
     left = [_MAX_INPUTS]
-    for i, value in enumerate(args):
-        yield from _tensors(f"args[{i}]", value, left, _MAX_DEPTH)
-    for name, value in kwargs.items():
-        yield from _tensors(f"kwargs[{name!r}]", value, left, _MAX_DEPTH)
+    for name, inputs in (("args", args), ("kwargs", kwargs)):
+        for key, value in _entries(inputs) or ():
+            yield from _tensors(f"{name}[{key!r}]", value, left, _MAX_DEPTH)
 
 
 def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,6 +57,7 @@ def _tensors(name: str, value: Any, left: list[int], depth: int) -> Iterator[tup
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the entries of a container by name, or ``None`` for any other value. Omit objects within objects."""
+    # Mappings such as `transformers.BatchEncoding`, dataclasses, and objects such as a batch of graphs.
     if isinstance(value, (list, tuple)):
         return enumerate(value)
     if isinstance(value, Mapping):
