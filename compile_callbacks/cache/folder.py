@@ -40,11 +40,7 @@ def check_cache_dir(folder: Any) -> Path | None:
 
 
 def use_cache(folder: Path, undo: contextlib.ExitStack) -> str | None:
-    """Point ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder until ``undo``, or return why not.
-
-    torch loads and runs the compiled code in the folder. The folder must therefore belong to this user, and no other
-    user may have write access. If the folder cannot be used, the run continues without it.
-    """
+    """Point ``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` at a folder until ``undo``, or return why not."""
     try:
         if not re.fullmatch(_SAFE, str(folder)):
             raise OSError("torch passes paths to the C++ compiler without quotes, so use letters, digits and ._/-")
@@ -74,7 +70,7 @@ def _set_environment() -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Create a folder if it is missing, and refuse a folder that another user could write compiled code to."""
+    """Create a folder if it is missing, and refuse one that others could write to, because torch runs its code."""
     if not hasattr(os, "geteuid"):
         raise PermissionError("this platform does not report the owner of a file, so cached code is not safe to run")
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
@@ -97,13 +93,10 @@ _MAX_ENTRIES = 50  # in each section, so that a new batch size in each run does 
 
 @dataclass(eq=False)
 class ModelRecord:
-    """One JSON file for a model, with a section for each kind of fact, each with at most `_MAX_ENTRIES` values.
+    """One JSON file for a model. A file that is missing, damaged or of another version counts as empty.
 
     - ``"winners"``: for each set of conditions, the winner of a `Tune`.
     - ``"shapes"``: for each phase and target, the input dimensions that vary.
-
-    A file that is missing, damaged or of another version counts as empty. If the file cannot be written, the run
-    continues.
     """
 
     path: Path
@@ -136,10 +129,7 @@ class ModelRecord:
 
 
 def model_fingerprint(module: nn.Module) -> str:
-    """Return a hash of a module's structure, and of the names, shapes and dtypes of its weights.
-
-    The hash is the same in every process. It omits what has no description.
-    """
+    """Return a hash of a module's structure, and of the names, shapes and dtypes of its weights, for each process."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     texts = [f"{name}: {tensor.dtype}" for name, tensor in tensors]
     with contextlib.suppress(Exception):  # a lazy weight or a nested tensor has no shape

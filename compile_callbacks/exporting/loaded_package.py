@@ -29,11 +29,7 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The inputs of a package.
-
-    Each call checks its inputs, because AOTInductor's code does not: for another shape, dtype or memory layout, it
-    returns wrong numbers or crashes the process.
-    """
+    """The inputs of a package, which each call checks, because AOTInductor's code returns wrong numbers for others."""
 
     positional: Sequence[str]  # the names of the parameters that the exported call passed by position
     texts: Mapping[str, str]  # such as {"x['mask']": "float32 (batch, 1, 8, 8) on cpu", "scale": "2.0"}, in order

@@ -81,10 +81,7 @@ def with_passes(
     phase: Phase,
     on_run: Callable[[dict[str, Any]], None] = lambda run: None,
 ) -> dict[str, Any]:
-    """Return Inductor options that also run these passes in one phase.
-
-    A pass in the options, or otherwise in ``torch._inductor.config``, runs before the passes at its hook point.
-    """
+    """Return Inductor options that also run these passes in one phase, after the user's own pass at a hook point."""
     _torch.inductor.register_pass_type(PassManager)
     changed = dict(options)
     for hook, option in HOOK_OPTIONS.items():

@@ -17,13 +17,8 @@ WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call,
 
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
-    """Return why sharded weights do not support the configs, or ``None`` if they do.
-
-    The function does not check a `Tune`, which skips unsupported candidates.
-    """
-    if not _torch.distributed.is_sharded(root) or not any(configs.values()):
-        return None
-    for phase, config in configs.items():
+    """Return why sharded weights do not support the configs, or ``None`` if they do. A `Tune` skips candidates."""
+    for phase, config in configs.items() if _torch.distributed.is_sharded(root) else ():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             return (
                 f"{phase}_mode={config.describe()!r} records CUDA graphs, which need fixed addresses of weights, but "
@@ -33,10 +28,8 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
 
 
 def unsupported_strategy_reason(strategy: object) -> str | None:
-    """Return the reason why the library does not support a Trainer's strategy, or ``None`` if it does.
-
-    The function compares the name of the class, because DeepSpeed may not be installed.
-    """
+    """Return the reason why the library does not support a Trainer's strategy, or ``None`` if it does."""
+    # By the name of the class, because DeepSpeed may not be installed.
     if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
         return None
     return (

@@ -38,14 +38,7 @@ def check_target_names(targets: object) -> tuple[str, ...] | None:
 
 
 def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = False) -> list[Target]:
-    """Return the targets for a checked ``targets`` argument. A ``changed`` module may no longer have each name.
-
-    Names are dotted names of submodules or methods, or globs of submodule names. ``"forward"`` is the call of the root
-    itself. If FSDP shards a module in parts, its innermost parts replace the module.
-
-    Modules of the same structure that globs match share a compiled function. Sharded targets also share one, because
-    they already do not support the settings that sharing excludes.
-    """
+    """Return the targets for a checked ``targets`` argument. A ``changed`` module may no longer have each name."""
     callees: list[Callee] = []
     of_globs = set[int]()
     for name in names:
@@ -53,6 +46,7 @@ def resolve_targets(root: nn.Module, names: Sequence[str], *, changed: bool = Fa
             matching = _matching(root, name)
             callees += matching
             of_globs |= {id(callee.module) for callee in matching if set(name) & set("*?[")}
+    # Sharded targets share code, because they already do not support the settings that sharing excludes.
     return group_targets(root, callees, lambda callee: callee.sharded or id(callee.module) in of_globs)
 
 
@@ -78,11 +72,7 @@ def _matching(root: nn.Module, name: str) -> list[Callee]:
 def group_targets(
     root: nn.Module, callees: Iterable[Callee], shares: Callable[[Callee], bool] = lambda callee: True
 ) -> list[Target]:
-    """Return the targets for callees. Callees of the same structure become one target.
-
-    Duplicates count once. The function warns about a callee that torch cannot compile, and omits it. ``shares`` returns
-    whether a callee may share a compiled function.
-    """
+    """Return a target for the callees of each structure, if ``shares`` lets them share code. Warn of other callees."""
     once: dict[Any, Callee] = {}
     for callee in callees:
         once.setdefault((id(callee.module), callee.method), callee)
@@ -123,11 +113,7 @@ def _name_of(root: nn.Module, paths: Sequence[str]) -> str:
 
 
 def possible_callees(root: nn.Module) -> Iterator[Callee]:
-    """Yield the call of the root, the modules that its steps may call, and the methods of its direct children.
-
-    Members of lists and dicts of modules are direct children. The function yields no module without parameters, none
-    that can be a target only by name, and none within a module that the user compiled.
-    """
+    """Yield the call of the root, the modules that its steps may call, and the methods of its direct children."""
     of_root = Callee("forward", root)
     if of_root.uncompilable_reason() is None:
         yield of_root
@@ -160,12 +146,8 @@ def _only_if_named(module: nn.Module) -> bool:
 
 
 def _own_methods(module: nn.Module) -> list[str]:
-    """Return the names of the methods that ``nn.Module`` and the frameworks do not have.
-
-    A shallow copy of the module would call the methods of the original, so ``forward`` is not in the list. The list
-    contains no properties, generators, coroutines, static or class methods, no functions that are cached, compiled or
-    disabled, and no methods that an attribute of the module replaces.
-    """
+    """Return the names of the plain methods that ``nn.Module`` and the frameworks do not have, without ``forward``."""
+    # A shallow copy of the module would call the methods of the original.
     methods = {
         name: function
         for cls in reversed(type(module).__mro__)
@@ -181,10 +163,7 @@ def _is_plain(function: object) -> bool:
 
 
 def with_equal_blocks(called: Callee, callees: Iterable[Callee]) -> list[Callee]:
-    """Return a callee and the equal modules at the same place of other members of a list of blocks.
-
-    If ``layers.0.attention`` is called, the modules ``layers.*.attention`` share a compiled function.
-    """
+    """Return the modules that equal ``layers.0.attention``, if it is called, among ``layers.*.attention``."""
     if called.method is not None or (place := _place(called)) == called.name:
         return [called]
     same_place = [callee for callee in callees if callee.method is None and _place(callee) == place]

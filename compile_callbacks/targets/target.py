@@ -76,12 +76,10 @@ class Target:
 
 
 def compilable_parts(called: Callee) -> list[Callee]:
-    """Return a module or a method unchanged, or the innermost parts of the module if FSDP shards it.
-
-    FSDP2 (``fully_shard``) gathers and frees weights in forward hooks, and FSDP1 (``FullyShardedDataParallel``) in the
-    ``forward`` of a wrapper. Dynamo traces neither. The weights of the innermost parts are ordinary tensors while the
-    parts run. torchtitan compiles each transformer block for the same reason.
-    """
+    """Return a module or a method unchanged, or the innermost parts of the module if FSDP shards it."""
+    # FSDP2 (`fully_shard`) gathers and frees weights in forward hooks, and FSDP1 (`FullyShardedDataParallel`) in the
+    # `forward` of a wrapper. Dynamo traces neither. The weights of the innermost parts are ordinary tensors while the
+    # parts run. torchtitan compiles each transformer block for the same reason.
     if called.method not in (None, "forward"):
         return [called]
     is_unit, fsdp1, name = _torch.distributed.is_fsdp_unit, "FullyShardedDataParallel", strip_fsdp1_names(called.name)

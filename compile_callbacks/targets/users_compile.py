@@ -19,16 +19,12 @@ _INFER_STEPS = ("validation_step", "test_step", "predict_step")
 
 
 def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset()) -> list[str]:
-    """Replace the wrappers of ``torch.compile(module)`` in a module by the wrapped modules.
-
-    The function compiles each original module in place with the settings of its wrapper. The module therefore runs as
-    the user compiled it in an ``uncompiled`` phase. For ``torch.compile(lightning_module)``, Lightning sets compiled
-    methods on the module. The function deletes the methods of the other phases.
-    """
+    """Replace each wrapper of ``torch.compile(module)`` by the module, compiled in place with the same settings."""
     if uncompiled == frozenset(PHASES):
         return []
     replaced = []
-    if getattr(root, "_compiler_ctx", None) is not None:  # set by Lightning
+    # For ``torch.compile(lightning_module)``, Lightning sets compiled methods on the module.
+    if getattr(root, "_compiler_ctx", None) is not None:
         steps = "forward", *(() if "train" in uncompiled else ("training_step",))
         steps += () if "infer" in uncompiled else _INFER_STEPS
         if methods := [name for name in steps if name in vars(root)]:
@@ -46,11 +42,8 @@ def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset())
 
 
 def match_orig_mod_keys(module: nn.Module) -> RemovableHandle:
-    """Install a hook that renames the keys of each state_dict before it is loaded into a module.
-
-    The hook adds ``_orig_mod.`` to a key or removes it from a key to match a key of the module. A callback's
-    ``on_load_checkpoint`` would be too late, because Lightning has already loaded the weights.
-    """
+    """Install a hook that adds ``_orig_mod.`` to the keys of each state_dict to load, or removes it."""
+    # A callback's ``on_load_checkpoint`` would be too late, because Lightning has already loaded the weights.
     handle: RemovableHandle = module.register_load_state_dict_pre_hook(_MatchKeys())
     return handle
 
