@@ -36,9 +36,8 @@ def run(report: Path, against: Path, write: bool, as_json: bool) -> int:
         raise ContractError(f"{against} cannot be written: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ContractError(f"{path} or {against} is damaged: {type(error).__name__}: {error}") from error
-    notes = []
-    if contract.get("torch", torch) != torch:
-        notes.append(f"the contract is for torch {contract['torch']}, and the report is of torch {torch}")
+    note = f"the contract is for torch {contract.get('torch')}, and the report is of torch {torch}"
+    notes = [note] if contract.get("torch", torch) != torch else []
     if as_json:
         sys.stdout.write(json.dumps({"breaches": breaches, "missing": missing, "notes": notes}, indent=2) + "\n")
     else:

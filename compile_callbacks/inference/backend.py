@@ -137,10 +137,7 @@ class InductorBackend:
             ValueError: If there is no sample, the device cannot be used, or the module is already compiled.
             CompileError: If the compiler fails and ``on_error="raise"``, or results differ and ``verify="raise"``.
         """
-        self._after("build")
-        copies = _as_samples(samples)
-        self._compile("build", module, copies, device)
-        self._samples = copies
+        self._compile("build", module, _as_samples(samples), device)
         return self
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,11 +167,7 @@ class InductorBackend:
         self._report = self.report
         self._session, self.state = None, after
         self._finalizer.detach()
-        try:
-            self._undo.close()
-        finally:
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+        self._undo.close()
 
     def activate(self) -> None:
         """Compile the module again, as `build` does. torch's cache on disk makes this fast.
@@ -232,8 +225,8 @@ class InductorBackend:
 
         Raises:
             TypeError: If the module or a sample has the wrong type.
-            ValueError: If the data have another format or version, or their weights do not fit the module, which torch
-                may then have changed in part. Also if `build` would refuse the module or the samples.
+            ValueError: If the data have another format or version, or `build` would refuse the module or the samples.
+            RuntimeError: If the weights do not fit the module, which torch may then have changed in part.
         """
         _check_module(module)
         is_ours = isinstance(state, Mapping) and FORMAT.items() <= state.items()
@@ -243,10 +236,7 @@ class InductorBackend:
         config = InductorConfig.from_dict(state["config"], passes=passes)
         backend = cls(config, verify=verify, on_error=on_error)
         backend._samples = _as_samples(samples)
-        try:
-            module.load_state_dict(state["state_dict"])
-        except RuntimeError as error:
-            raise ValueError(with_code("CC607", f"state['state_dict'] does not fit module: {error}")) from error
+        module.load_state_dict(state["state_dict"])
         backend._module, backend.state = module, "checkpoint_loaded"
         return backend
 
@@ -259,7 +249,7 @@ class InductorBackend:
             raise RuntimeError(with_code("CC606", text))
         return allowed[call]
 
-    def _compile(self, call: str, module: Any, samples: Sequence[_Sample], device: str | torch.device | None) -> None:
+    def _compile(self, call: str, module: Any, samples: list[_Sample], device: str | torch.device | None) -> None:
         """Move and compile the module, and run each sample once. If this fails, restore the module."""
         after = self._after(call)
         _check_module(module)
@@ -276,6 +266,7 @@ class InductorBackend:
         )
         session = GradModeSession(module, resolve_targets(module, ("forward",)), arguments)
         with contextlib.ExitStack() as undo:
+            undo.callback(torch.cuda.empty_cache)
             for part in module.modules():
                 undo.callback(setattr, part, "training", part.training)
             undo.callback(module.to, home)
@@ -290,7 +281,8 @@ class InductorBackend:
             session.compile_new_inputs(after=math.inf)
             session.check("infer")
             self._undo = undo.pop_all()
-        self._module, self.device, self._session, self.state = module, target, session, after
+        self._module, self._samples, self.device = module, samples, target
+        self._session, self.state = session, after
         self.config = configs["infer"] or self.config
         self._finalizer = weakref.finalize(self, session.discard)
         self._finalizer.atexit = False
@@ -310,8 +302,7 @@ def _accepted(value: Any, device: torch.device | None) -> Any:
     """Return a value with tensors that the compiled graphs accept."""
     if not isinstance(value, torch.Tensor):
         return tree_map_only(torch.Tensor, lambda tensor: _accepted(tensor, device), value)
-    if value.device != device:
-        value = value.to(device)
+    value = value.to(device)
     if value.is_inference():
         value = value.clone()
     return value.detach() if value.requires_grad else value
@@ -339,7 +330,5 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(with_code("CC608", "module is the result of torch.compile; pass the original module"))
     check_not_sharded(module)
     if compiled := compiled_target_names(module):
-        text = (
-            f"this library already compiled module, at {', '.join(map(repr, compiled))}; undo that first: deactivate()"
-        )
+        text = f"this library already compiled module, at {compiled}; undo that first: deactivate()"
         raise ValueError(with_code("CC608", text))
