@@ -92,9 +92,7 @@ def assert_same_training(
     keys = sorted(eager.values | ours.values, key=lambda key: key[0])
     errors = {key: _error(ours.values.get(key), eager.values.get(key)) for key in keys}
     errors = {key: error for key, error in errors.items() if error > limits.get(key[1].partition(" ")[0], limit)}
-    if not errors:
-        return "same"
-    if not (errors := _comparable(errors, eager, _Run().train(*arguments), limit)):
+    if not errors or not (errors := _comparable(errors, eager, _Run().train(*arguments), limit)):
         return "same"
     noisy = _Run(noise=True).train(*arguments)
     # Compiled code rounds each operation differently, so it may be a step ahead of noise in the first weights.
@@ -112,21 +110,17 @@ def assert_same_training(
             found["different"].append((step, name))
         elif name.startswith(("loss", "output", "metric")):
             found["cannot tell"].append((step, name))
-    if found["different"]:
-        first = [key for key in found["different"] if key[0] == found["different"][0][0]]
-        (step, name), *further = sorted(first, key=lambda key: -errors[key])
-        also = f"; also different: {', '.join(value for _, value in further[:3])}" if further else ""
-        raise AssertionError(
-            f"different: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
-            f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}{also}"
-        )
-    if found["cannot tell"] and not allow_cannot_tell:
-        step, name = found["cannot tell"][0]
-        raise AssertionError(
-            f"cannot tell: in step {step}, {name} has a relative error of {errors[step, name]:.2g}, and noise in the "
-            f"last bit moves eager by {noise[name]:.2g}"
-        )
-    return "cannot tell" if found["cannot tell"] else "same"
+    if not found["different"] and (allow_cannot_tell or not found["cannot tell"]):
+        return "cannot tell" if found["cannot tell"] else "same"
+    verdict = "different" if found["different"] else "cannot tell"
+    first = [key for key in found[verdict] if key[0] == found[verdict][0][0]]
+    (step, name), *further = sorted(first, key=lambda key: -errors[key])
+    also = f"; also {', '.join(value for _, value in further[:3])}" if further else ""
+    raise AssertionError(
+        f"{verdict}: in step {step}, {name} has a relative error of {errors[step, name]:.2g}: "
+        f"{_shown(ours.values, step, name)}, eager {_shown(eager.values, step, name)}, "
+        f"which noise in the last bit of each weight moves by {noise[name]:.2g}{also}"
+    )
 
 
 def _comparable(errors: dict[tuple[int, str], float], eager: _Run, again: _Run, limit: float) -> Any:

@@ -111,7 +111,7 @@ class InductorConfig(Settings):
         if budget is not None and not 0 <= budget <= 1:
             text = f"activation_memory_budget={budget!r} must be from 0 (recompute everything) to 1 (keep everything)"
             raise ValueError(with_code("CC205", text))
-        object.__setattr__(self, "passes", as_passes(self.passes, "passes"))
+        object.__setattr__(self, "passes", as_passes(self.passes))
 
     def __eq__(self, other: object) -> bool:
         return self.key() == other.key() if isinstance(other, InductorConfig) else NotImplemented
@@ -185,7 +185,7 @@ class InductorConfig(Settings):
             TypeError: If ``data`` is not a mapping, or a value has the wrong type.
         """
         check_fields("data", data, InductorConfig)
-        saved, names = data.get("passes") or [], [graph_pass.name for graph_pass in as_passes(passes, "passes")]
+        saved, names = data.get("passes") or [], [graph_pass.name for graph_pass in as_passes(passes)]
         if saved != names:
             text = (
                 f"the settings were saved with the graph passes {saved!r}, and passes contains {names!r}; passes are "

@@ -180,14 +180,14 @@ def graph_pass(function: Callable[[Graph, bool], None] | None = None, /, *, hook
     return functools.partial(graph_pass, hook=hook) if function is None else FunctionPass(function, hook)
 
 
-def as_passes(value: Any, argument: str) -> tuple[GraphPass, ...]:
-    """Check the passes of an argument."""
+def as_passes(value: Any) -> tuple[GraphPass, ...]:
+    """Check the argument ``passes``."""
     value = [value] if isinstance(value, GraphPass) else value
-    check_type(argument, value, (list, tuple), "a list of graph passes")
+    check_type("passes", value, (list, tuple), "a list of graph passes")
     for item in value:
         if not isinstance(item, GraphPass):
             hint = "an object of a class that is derived from GraphPass, or a function in graph_pass(...)"
-            raise TypeError(with_code("CC202", f"{argument} contains {item!r}, which is not a graph pass; use {hint}"))
+            raise TypeError(with_code("CC202", f"passes contains {item!r}, which is not a graph pass; use {hint}"))
         check_choice(f"{item.name}.hook", item.hook, list(HOOK_OPTIONS))
     return tuple(value)
 

@@ -48,7 +48,7 @@ class CompileArguments:
         """Check the arguments that a user gave."""
         modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
         configs = {phase: as_phase_config(mode, f"{phase}_mode") for phase, mode in modes.items()}
-        checked_passes = as_passes(passes, "passes")
+        checked_passes = as_passes(passes)
         check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
         if baseline_steps < 0:
             message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
