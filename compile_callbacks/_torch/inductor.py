@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -168,12 +167,6 @@ def _forget_constants() -> None:
     for module in set(PyCodeCache.modules) - set(PyCodeCache.modules_no_attr.values()):
         PyCodeCache.modules.remove(module)
         sys.modules.pop(module.__name__, None)
-
-
-def is_from_compiled_code(error: BaseException) -> bool:
-    """Return whether the code of Inductor raised an error: its file is in the traceback."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == "torch._inductor.output_code" for frame, _ in frames)
 
 
 _cuda_graphs = types.SimpleNamespace(run=True)  # for the process, because autograd has threads of its own

@@ -140,7 +140,7 @@ def model_fingerprint(module: nn.Module) -> str:
 
 
 def facts_of_run(
-    *, model: str, targets: Sequence[str], passes: Sequence[Any], precision: str, device: torch.device, ranks: int = 1
+    model: str, targets: Sequence[str], passes: Sequence[Any], precision: str, device: torch.device, ranks: int
 ) -> dict[str, str]:
     """Return the facts about a run that may change which config is the fastest."""
     return {

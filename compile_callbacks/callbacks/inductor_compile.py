@@ -183,11 +183,8 @@ class InductorCompile(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # After a GPU error, even reading step times raises. That exception must not hide the run's exception.
-        session = self._active
         try:
             self._end_call(trainer, exception)
-            if session is not None:
-                session.add_note(exception)
         except Exception as error:
             exception.add_note(f"InductorCompile wrote no report: {in_one_line(describe_failure(error))}")
 

@@ -47,7 +47,6 @@ class GraphBackend:
         self.frozen = frozen  # whether the weights are frozen
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
-        self._weights = set[int]()  # the ids of the weights that are inputs of the compiled graphs
         # torch never frees a backend, so a backend must not keep the module alive.
         self._target = weakref.ref(target)
         self._config = config
@@ -99,7 +98,6 @@ class GraphBackend:
             use(compiled)
         self._in_memory.append(graph)
         self.graphs += 1
-        self._weights.update(id(value) for value in example_inputs if isinstance(value, torch.nn.Parameter))
         return graph
 
     def _check_capture(self, graph_module: torch.fx.GraphModule) -> None:
@@ -119,17 +117,6 @@ class GraphBackend:
         for graph in self._in_memory:
             graph.free()
         self._in_memory.clear()
-
-    @property
-    def weights_in_graphs(self) -> tuple[int, int] | None:
-        """The number of weights that the graphs use, and of all weights, or ``None`` if they cannot be compared."""
-        target = self._target()
-        if target is None or target.shares_code or self.frozen:  # frozen weights are not inputs of a graph
-            return None
-        member = target.members[0]
-        if member.method is not None or member.sharded:  # a method may need only some weights of its module
-            return None
-        return len(self._weights), sum(1 for _ in member.module.parameters())
 
     # ------------------------------------------------------------------------------------------ in another process
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,41 +30,23 @@ class CompileArguments:
     mode_arguments: Mapping[Phase, str] = field(default_factory=lambda: MODE_ARGUMENTS)
 
     @classmethod
-    def checked(
-        cls,
-        *,
-        train_mode: object,
-        infer_mode: object,
-        targets: object,
-        passes: object,
-        cache_dir: str | os.PathLike[str] | None,
-        baseline_steps: int = 0,
-        background: bool = False,
-        keep_compiled: bool = False,
-        **target_settings: Any,
-    ) -> CompileArguments:
+    def checked(cls, *, targets: object, passes: object, cache_dir: object, **given: Any) -> CompileArguments:
         """Check the arguments that a user gave."""
-        modes: dict[Phase, object] = {"train": train_mode, "infer": infer_mode}
+        modes: dict[Phase, object] = {"train": given.pop("train_mode"), "infer": given.pop("infer_mode")}
         configs = {phase: as_phase_config(mode, f"{phase}_mode") for phase, mode in modes.items()}
-        checked_passes = as_passes(passes)
-        check_type("baseline_steps", baseline_steps, int, "an integer, 0 or more")
-        if baseline_steps < 0:
-            message = f"baseline_steps={baseline_steps} must be 0 or more; 0 measures no baseline"
+        reactions = {"on_error": given.pop("on_error"), "verify": given.pop("verify")}
+        checked_passes, folder = as_passes(passes), check_cache_dir(cache_dir)
+        settings = TargetSettings(**reactions, passes=checked_passes, cache_dir=folder)
+        arguments = cls(configs=configs, targets=check_target_names(targets), target_settings=settings, **given)
+        check_type("baseline_steps", arguments.baseline_steps, int, "an integer, 0 or more")
+        if arguments.baseline_steps < 0:
+            message = f"baseline_steps={arguments.baseline_steps} must be 0 or more; 0 measures no baseline"
             raise ValueError(with_code("CC201", message))
-        for name, value in {"background": background, "keep_compiled": keep_compiled}.items():
-            check_type(name, value, bool, "True or False")
-        folder = check_cache_dir(cache_dir)
-        arguments = cls(
-            configs=configs,
-            targets=check_target_names(targets),
-            target_settings=TargetSettings(**target_settings, passes=checked_passes, cache_dir=folder),
-            baseline_steps=baseline_steps,
-            background=background,
-            keep_compiled=keep_compiled,
-        )
-        without_effect: dict[str, Any] = {"passes": checked_passes, "cache_dir": folder, "background": background}
-        without_effect["keep_compiled"] = keep_compiled
-        if not arguments.compiles and (name := next((n for n, value in without_effect.items() if value), "")):
+        for_compiles: dict[str, Any] = {"passes": checked_passes, "cache_dir": folder}
+        for name in ("background", "keep_compiled"):
+            for_compiles[name] = getattr(arguments, name)
+            check_type(name, for_compiles[name], bool, "True or False")
+        if not arguments.compiles and (name := next((n for n, value in for_compiles.items() if value), "")):
             warn_user("CC204", f"{name} has no effect, because neither train_mode nor infer_mode compiles")
         if (train := configs["train"]) and any(config.freezes for config in train.configs):
             warn_user("CC204", "train_mode's option 'freezing' has no effect, because training changes the weights")
@@ -84,7 +64,7 @@ class CompileArguments:
 
     def recorded_graphs(self) -> list[RecordedGraph]:
         """Return the graphs that the `RecordGraphs` passes of both phases have recorded."""
-        of_phases = [config.passes for settings in self.configs.values() if settings for config in settings.configs]
-        given = itertools.chain(self.target_settings.passes, *of_phases)
-        recorders = {id(p): p for p in given if isinstance(p, RecordGraphs)}
+        configs = [config for settings in self.configs.values() if settings for config in settings.configs]
+        given = [*self.target_settings.passes, *(graph_pass for config in configs for graph_pass in config.passes)]
+        recorders = {id(graph_pass): graph_pass for graph_pass in given if isinstance(graph_pass, RecordGraphs)}
         return [graph for recorder in recorders.values() for graph in recorder.graphs]

@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.phases import PHASES, Phase
 from compile_callbacks.calls.dispatcher import Dispatcher, compiled_target_names
-from compile_callbacks.config.inductor_config import InductorConfig, Mode
+from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_config
 from compile_callbacks.graphs.target_log import OnError, Verify
 from compile_callbacks.report.report import CompileReport
 from compile_callbacks.session.arguments import CompileArguments
@@ -23,8 +22,6 @@ from compile_callbacks.session.session import Session
 from compile_callbacks.targets.fsdp import unsupported_reason
 from compile_callbacks.targets.resolve import resolve_targets
 from compile_callbacks.tuning.contest import Conditions
-from compile_callbacks.tuning.fast import Fast
-from compile_callbacks.tuning.tune import Tune
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -74,28 +71,18 @@ def compile_phases(
     """
     given = {name: value for name, value in dict(locals()).items() if name != "module"}
     check_type("module", module, nn.Module, "a torch.nn.Module")
+    # Refuses a `Tune`, because only a Trainer has the steps to compare.
+    given |= {"train_mode": as_config(train_mode, "train_mode"), "infer_mode": as_config(infer_mode, "infer_mode")}
     arguments = CompileArguments.checked(**given)
-    for phase, config in arguments.configs.items():
-        if isinstance(config, (Tune, Fast)):
-            modes = ", ".join(map(repr, _torch.inductor.modes()))
-            message = (
-                f"{phase}_mode={config.describe()!r} needs the eager steps of a Trainer, which compile_phases does not "
-                f"have. Set one mode or config. Choices: {modes}"
-            )
-            raise ValueError(with_code("CC203", message))
-        if phase == "infer" and config is not None and any(each.freezes for each in config.configs):
-            message = "infer_mode's option 'freezing' has no effect without a Trainer, whose stage tells if weights are"
-            warn_user("CC204", f"{message} constant")
+    if (infer := given["infer_mode"]) is not None and infer.freezes:
+        message = "infer_mode's option 'freezing' has no effect without a Trainer, whose stage tells if weights are"
+        warn_user("CC204", f"{message} constant")
     inner = _without_fabric(module)
     if unsupported := unsupported_reason(inner, arguments.configs):
         raise ValueError(with_code("CC802", unsupported))
     targets_found = resolve_targets(inner, arguments.targets or ("forward",))
-    names = {member.name for target in targets_found for member in target.members}
-    if _session_of(inner) is not None or names & set(compiled_target_names(inner)):
-        message = (
-            f"module={type(inner).__name__} is already compiled by this library. Call restore(module) first, or "
-            "deactivate() of the InductorBackend that compiled it"
-        )
+    if compiled_target_names(inner):
+        message = f"module={type(inner).__name__} is already compiled by this library: call restore(module) first"
         raise ValueError(with_code("CC203", message))
     # A hand-written loop may keep the graph of any backward pass.
     settings = replace(arguments.target_settings, keeps_graph=True)
@@ -115,7 +102,7 @@ def report_of(compiled: nn.Module) -> CompileReport:
     Raises:
         ValueError: If `compile_phases` did not compile the module.
     """
-    session = _session_or_error(compiled, "report_of")
+    session = _session_of(compiled, "report_of")
     for phase in PHASES:
         session.check(phase)
     return session.report()
@@ -130,7 +117,7 @@ def restore(compiled: nn.Module) -> None:
     Raises:
         ValueError: If `compile_phases` did not compile the module.
     """
-    _session_or_error(compiled, "restore").discard()
+    _session_of(compiled, "restore").discard()
 
 
 class GradModeSession(Session):
@@ -144,8 +131,7 @@ class GradModeSession(Session):
         if found_from_module:
             for dispatcher in self._switch.dispatchers():
                 dispatcher.session = self
-            assert self._undo is not None
-            weakref.finalize(self.module, self._undo.close)  # does not keep the module alive
+            weakref.finalize(self.module, self._undo.close)  # type: ignore[union-attr]  # does not keep it alive
         variants = {phase: run.chosen for phase, run in self._phases.items()}
         self._switch.select_by_grad_mode(variants, weights_frozen=weights_frozen)
         return {phase: variant.config for phase, variant in variants.items()}
@@ -162,23 +148,13 @@ def _without_fabric(module: Any) -> Any:
     return module.module if is_wrapper else module
 
 
-def _session_or_error(compiled: Any, function: str) -> Session:
-    session = _session_of(_without_fabric(compiled))
-    if session is None:
-        message = (
-            f"{function} got {type(compiled).__name__}, which compile_phases did not compile, or which is already "
-            "restored. Pass the module that you passed to compile_phases. InductorCompile restores its module at the "
-            "end of the Trainer's run, and an InductorBackend restores its module in deactivate()"
-        )
-        raise ValueError(with_code("CC109", message))
-    return session
-
-
-def _session_of(module: Any) -> Session | None:
+def _session_of(compiled: Any, function: str) -> Session:
     """Find the session in the dispatchers of a module. A registry of sessions would keep the module alive."""
+    module = _without_fabric(compiled)
     for submodule in module.modules() if isinstance(module, nn.Module) else ():
         for value in vars(submodule).values():
             # A property of another object would be the user's code.
             if isinstance(value, Dispatcher) and value.session is not None and value.session.module is module:
                 return value.session  # type: ignore[no-any-return]
-    return None
+    reason = "which compile_phases did not compile, or which is already restored"
+    raise ValueError(with_code("CC109", f"{function} got {type(compiled).__name__}, {reason}"))

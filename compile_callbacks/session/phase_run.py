@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from compile_callbacks._utils.phases import EAGER, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks._utils.signatures import signature
 from compile_callbacks.config.dynamo_settings import healing_settings
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, Variant
@@ -19,7 +19,7 @@ from compile_callbacks.profiling.comparison import median_ms
 from compile_callbacks.profiling.events import CompileEvent, CompileKey
 from compile_callbacks.profiling.recorder import CompileRecorder
 from compile_callbacks.profiling.step_times import PhaseTimes, Step, Workload
-from compile_callbacks.tuning.candidates import CompileFacts, Trial
+from compile_callbacks.tuning.candidates import CompileFacts
 from compile_callbacks.tuning.contest import Contest
 from compile_callbacks.tuning.tune import PhaseConfig, Tune
 
@@ -45,39 +45,27 @@ class PhaseRun(Contest):
         settings: PhaseConfig,
         module: nn.Module,
         recorder: CompileRecorder,
-        requests: RequestQueue | None,
+        requests: RequestQueue,
         print_line: Callable[[str], None],
     ) -> None:
         super().__init__(phase, settings)
         self.times = PhaseTimes(phase)
-        self.settled: Any = None
-        """The decision and the turn on which the session has acted."""
+        self.settled: Any = None  # the decision and the turn on which the session has acted
         self._module, self._recorder, self._requests, self._print_line = module, recorder, requests, print_line
         self._loaded = False  # whether the code from another process is loaded
         self._usual_conditions: tuple[Stage | None, str] = (None, "")
-
-    @property
-    def mode(self) -> str:
-        """The settings of the phase in one line: after its eager steps, the config that was chosen."""
-        return self.settings.describe() if self.settings else EAGER
-
-    @property
-    def reported(self) -> Iterable[Trial]:
-        """The result of each candidate of a `Tune` so far. Empty if the phase did not run."""
-        return self.trials.values() if isinstance(self.settings, Tune) and self.times.number else ()
 
     def events(self, *kinds: str, candidate: str | None = None) -> list[CompileEvent]:
         """Return the events of these kinds, or of all kinds, about a candidate."""
         of_phase = [event for event in self._recorder.events if event.phase == self.phase]
         return [e for e in of_phase if e.candidate == candidate and (not kinds or e.kind in kinds)]
 
-    def record(self, kind: str, reason: str) -> None:
-        """Record an event about the whole phase."""
-        self._recorder.record(kind, CompileKey("the module", self.phase), reason=reason)
-
     def tell(self, line: str) -> None:
         """Print the choice of a `Tune`, or record that the only config is slower."""
-        self._print_line(line) if isinstance(self.settings, Tune) else self.record("sent_back", line)
+        if isinstance(self.settings, Tune):
+            self._print_line(line)
+        else:
+            self._recorder.record("sent_back", CompileKey("the module", self.phase), reason=line)
 
     def facts(self, variant: Variant) -> CompileFacts:
         """Return the facts about the compiles of a variant."""
@@ -95,7 +83,7 @@ class PhaseRun(Contest):
     def waits(self, variant: Variant) -> Variant | None:
         """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
         requests = self._requests
-        if requests is None or self._loaded:
+        if not self.conditions.in_background or self._loaded:
             return None
         if requests.waits(self.phase, variant.name):
             return WAITING_VARIANT
@@ -111,7 +99,8 @@ class PhaseRun(Contest):
         seconds = self.steps_left * (median_ms(self.times.times().eager_ms) or math.inf) / 1000
         is_short = seconds < LEAST_SECONDS
         if is_short and not self.events("not_requested"):
-            self.record("not_requested", f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)")
+            reason = f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)"
+            self._recorder.record("not_requested", CompileKey("the module", self.phase), reason=reason)
         return is_short
 
     def end_step(self, step: Step, stage: Stage, loader: str, batch: Any, accumulated: str) -> None:

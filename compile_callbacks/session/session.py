@@ -16,7 +16,7 @@ from torch import nn
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
 from compile_callbacks._utils.errors import WarnOnce, with_code
-from compile_callbacks._utils.phases import PHASES, Phase
+from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import ModelRecord, facts_of_run, model_fingerprint, use_cache
 from compile_callbacks.calls.phase_switch import PhaseSwitch
@@ -36,13 +36,11 @@ from compile_callbacks.session.steps_on_gpu import StepsOnGpu
 from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED, unsupported_reason
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.contest import Conditions
+from compile_callbacks.tuning.tune import Tune
 
 
 class Session:
-    """Compiles the targets of one module, and measures both phases over any number of Trainer runs.
-
-    For each step, the `PhaseRun` of the stage tells which variant the step runs, and gets to know how long it took.
-    """
+    """Compiles the targets of one module, and measures both phases over any number of Trainer runs."""
 
     def __init__(
         self,
@@ -55,68 +53,42 @@ class Session:
     ) -> None:
         self.module, self._warn = module, WarnOnce()
         in_background = arguments.background and arguments.compiles
-        requests = RequestQueue(in_run=in_background)
+        requests = RequestQueue(in_run=False)
         settings = replace(arguments.target_settings, requests=requests)
         self._arguments = arguments = replace(arguments, target_settings=settings)
         self._helper = Helper(requests, self._helper_failed) if in_background else None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(print_line=print_line, mode_arguments=arguments.mode_arguments)
         self._switch = PhaseSwitch(
-            targets,
-            uncompiled=arguments.uncompiled,
-            recorder=self._recorder,
-            settings=settings,
-            warn=self._warn,
+            targets, uncompiled=arguments.uncompiled, recorder=self._recorder, settings=settings, warn=self._warn
         )
-        waits_for = requests if in_background else None
         self._phases = {
-            phase: PhaseRun(phase, config, module, self._recorder, waits_for, print_line)
+            phase: PhaseRun(phase, config, module, self._recorder, requests, print_line)
             for phase, config in arguments.configs.items()
         }
-        finds_targets = resolve is not None and arguments.targets is None and arguments.compiles
-        self._search = TargetSearch(
-            module,
-            self._switch,
-            self._warn,
-            searched={*PHASES} - arguments.uncompiled if finds_targets else (),
-            resolve=resolve,
-        )
+        finds_targets = resolve is not None and arguments.targets is None
+        searched = {*PHASES} - arguments.uncompiled if finds_targets else ()
+        self._search = TargetSearch(module, self._switch, self._warn, searched=searched, resolve=resolve)
         self.gpu = StepsOnGpu(module)
         self.stage = Stage()
-        """The running stage."""
         self._step: Step | None = None  # the running step, if it is measured
         self._undo: contextlib.ExitStack | None = None  # ends the Trainer run, without references to the module
-
-    # ------------------------------------------------------------------------------------------ a Trainer run
 
     @property
     def running(self) -> bool:
         """Whether a Trainer run is in progress."""
         return self._undo is not None
 
-    def add_note(self, error: BaseException) -> None:
-        """Name target, setting and remedy in an error of compiled code, such as in a later backward pass."""
-        if _torch.inductor.is_from_compiled_code(error):
-            phase, names = self.stage.phase, ", ".join(target.name for target in self._switch.targets)
-            remedy = f"set {self._arguments.mode_arguments[phase]}='eager', or remove dynamo settings that guess sizes"
-            text = f"raised by compiled code of {names} in the {phase} phase; if eager code does not raise it, {remedy}"
-            error.add_note(with_code("CC301", text))
-
     def begin(self, conditions: Conditions) -> None:
         """Begin a Trainer run, and install the targets."""
         undo = self._undo = contextlib.ExitStack()
         arguments, settings, recorder = self._arguments, self._arguments.target_settings, self._recorder
+        device = device_of(self.module)
+        sharded = WEIGHTS_ARE_SHARDED if _torch.distributed.is_sharded(self.module) else None
         recorder.stopping = conditions.stopping
-        conditions = conditions._replace(
-            device=device_of(self.module),
-            sharded=WEIGHTS_ARE_SHARDED if _torch.distributed.is_sharded(self.module) else None,
-            baseline_steps=arguments.baseline_steps,
-            in_background=self._helper is not None,
-        )
-        self.gpu.begin(conditions.device)
-        if self._helper is not None:
-            requests = settings.requests
-            requests.in_run, requests.failure, requests.takes_trials = True, None, conditions.ranks == 1
+        self.gpu.begin(device)
+        record, known, requests, in_background = None, {}, settings.requests, self._helper is not None
+        requests.in_run, requests.failure, requests.takes_trials = in_background, None, conditions.ranks == 1
         if arguments.compiles:
             self._tell(findings.at_begin())
             undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
@@ -124,25 +96,19 @@ class Session:
         if arguments.compiles and settings.cache_dir:
             if problem := use_cache(settings.cache_dir, undo):
                 self._warn.warn("CC401", problem)
-            model = model_fingerprint(self.module)
+            model, targets = model_fingerprint(self.module), arguments.targets or ()
             path = settings.cache_dir / f"model-{model}.json"
-            record = ModelRecord(path, read_only=conditions.rank > 0 or problem is not None)
+            record = ModelRecord(path, read_only=bool(conditions.rank or problem))
             self._switch.observed.restore(record.load()["shapes"])
-            known = facts_of_run(
-                model=model,
-                targets=arguments.targets or (),
-                passes=settings.passes,
-                precision=conditions.precision,
-                device=conditions.device,
-                ranks=conditions.ranks,
-            )
-            conditions = conditions._replace(known=known, record=record)
+            known = facts_of_run(model, targets, settings.passes, conditions.precision, device, conditions.ranks)
         recorder.listen()
         undo.callback(recorder.stop)
         self._switch.install()
+        devices, baseline_steps = self._switch.devices, arguments.baseline_steps
+        conditions = conditions._replace(device=device, devices=devices, sharded=sharded, known=known, record=record)
+        conditions = conditions._replace(baseline_steps=baseline_steps, in_background=in_background)
         for phase, run in self._phases.items():
-            shapes = functools.partial(self._switch.observed.shares, phase)
-            run.begin(conditions._replace(devices=self._switch.devices, shapes=shapes))
+            run.begin(conditions._replace(shapes=functools.partial(self._switch.observed.shares, phase)))
             self._settle(run)
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -172,13 +138,8 @@ class Session:
         self.end()
         self._switch.free_compiled()
 
-    # ------------------------------------------------------------------------------------------ stages and steps
-
     def stage_begins(self, stage: Stage, remaining: Mapping[Phase, float] | None = None) -> None:
-        """Plan for the ``remaining`` steps of each phase, and begin or continue a stage.
-
-        A running step is not measured. A number of steps is ``math.inf`` if it is unknown.
-        """
+        """Plan for the ``remaining`` steps of each phase, and begin or continue a stage. Do not measure its step."""
         for phase, steps in (remaining or {}).items():
             if steps:  # otherwise, a later call may run the phase
                 self._phases[phase].plan(steps)
@@ -191,10 +152,7 @@ class Session:
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
     def step_begins(self, *, first: bool = False) -> bool:
-        """Begin a step, and select its variant. Return whether the step is timed.
-
-        A callback may have swapped the weights before the ``first`` step of a stage.
-        """
+        """Begin a step, and select its variant. Return whether the step is timed."""
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
         stage, step, recorder, ran = self.stage, self._step, self._recorder, self._recorder.executions
@@ -209,7 +167,7 @@ class Session:
                 self.gpu.step_begins(stage.phase, step.variant)
             return False
         self._step = None
-        if first:
+        if first:  # a callback may have swapped the weights
             self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
@@ -222,14 +180,8 @@ class Session:
             self.gpu.step_begins(stage.phase, variant)
         if stage.eager:
             return False
-        self._step = step = Step(
-            variant=variant,
-            first=first,
-            wanted=wanted,
-            start=clock.seconds(),
-            compiles=ran.compiles,
-            graphs_before=ran.graphs,
-        )
+        self._step = step = Step(variant=variant, first=first, wanted=wanted, start=clock.seconds())
+        step.compiles, step.graphs_before = ran.compiles, ran.graphs
         recorder.step = run.times.number + 1
         if self._helper is not None:
             self._helper.poll()
@@ -267,9 +219,8 @@ class Session:
         if run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
             self.after_backward()
-        requests = self._arguments.target_settings.requests
         self._step = None
-        if not (step.wanted or step.compiling or requests.active):
+        if not (step.wanted or step.compiling or self._arguments.target_settings.requests.active):
             self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
 
     def check(self, phase: Phase | None = None) -> None:
@@ -278,40 +229,32 @@ class Session:
         switch, finds_targets = self._switch, bool(self._search.searched)
         if phase is None:
             self._tell(findings.of_run(self._phases["train"], switch, finds_targets=finds_targets))
-        for run in self._phases.values() if phase is None else [self._phases[phase]]:
-            if phase is not None:
-                self._tell(findings.of_stage(run, switch, finds_targets=finds_targets))
-            self._tell(findings.slow_steps(run.phase, self.report(details=False).phase(run.phase)))
-
-    # ------------------------------------------------------------------------------------------ results
+        else:
+            self._tell(findings.of_stage(self._phases[phase], switch, finds_targets=finds_targets))
+            self._tell(findings.slow_steps(phase, self.report(details=False).phase(phase)))
 
     def report(self, *, details: bool = True) -> CompileReport:
-        """Return the report of this process so far.
-
-        ``details`` synchronizes the GPU, and computes all figures. Without it, each figure is computed when it is read,
-        because `CompileReport.scalars` needs few of them during a stage.
-        """
+        """Return the report so far. With ``details``, wait for the GPU, and compute figures before they are read."""
         self._recorder.collect()
         facts: dict[Phase, PhaseFacts] = {}
         for phase, run in self._phases.items():
             if details:
                 run.times.synchronize()
             called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
+            trials = run.trials.values() if isinstance(run.settings, Tune) and run.times.number else ()
             targets = [t for t in self._switch.targets if not self._search.searched or t.name in called]
             facts[phase] = PhaseFacts(
                 phase=phase,
-                mode=run.mode,
+                mode=run.settings.describe() if run.settings else EAGER,
                 mode_reason=run.chosen.reason,
                 target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,
                 timer=run.times,
                 waits=requests.waits(phase, None),
-                trials=tuple(trial.to_dict() for trial in run.reported),
+                trials=tuple(trial.to_dict() for trial in trials),
             )
         report = CompileReport(facts=facts)
         return CompileReport.from_dict(report.to_dict()) if details else report
-
-    # ------------------------------------------------------------------------------------------ parts of the above
 
     def _tell(self, found: Iterable[findings.Finding]) -> None:
         """Record each finding, unless an event of its kind has a reason already, and warn once."""
@@ -342,10 +285,6 @@ class Session:
         self.gpu.free_cached()
 
     def _save_record(self) -> None:
-        if (record := self._phases["train"].conditions.record) is None:
-            return
-        self._recorder.collect()
-        if not record.read_only:
-            self._tell(findings.unused_cache(self._recorder.events))
-        for phase, varying in self._switch.observed.state().items():
-            record.update("shapes", phase, varying)
+        if (record := self._phases["train"].conditions.record) is not None:
+            for phase, varying in self._switch.observed.state().items():
+                record.update("shapes", phase, varying)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.cases import zoo
-from tests.cases.case import UNSURPRISING, Case, check, net
+from tests.cases.case import Case, check, net
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -62,10 +62,6 @@ CASES = [
     row("named all the same", zoo.Unsupported, names(*UNSUPPORTED, "net"),
         {"train.targets": ["net"], "infer.targets": ["net"]}, *["CC104"] * 4,
         says="(?s)" + ".*".join(f"target '{name}' is not compiled: {why}" for name, why in UNSUPPORTED.items())),
-    row("few weights in several graphs", net(zoo.skips), names("net", **TRAIN, train_mode={"dynamic": False}),
-        dict.fromkeys(UNSURPRISING, ...) | {"train.graphs": 3, "train.graph_breaks": 1}, "CC131",
-        says=r"graphs of target 'net' use 2 of its 18 weights \(11%\) in the train phase, .*\.py:\d+",
-        train=(4,) * 6 + (5,) * 20 + (6,) * 20),
     row("changed", REPLACES, {}, finds("second,net,moved", 5) | {"infer.graphs": 5}, trainer=TWO_EPOCHS),
     row("changed with names", REPLACES, names("net", "second", "third"), finds("second,net", 4) | {"infer.graphs": 4},
         "CC102", trainer=TWO_EPOCHS, says="target 'third' is no longer a part of the module"),

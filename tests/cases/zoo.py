@@ -469,17 +469,6 @@ class Unsupported(Logits):
         return self.net(x) + asyncio.run(self.waits(x)) + asyncio.run(self.encodes.encode(x))
 
 
-@torch.compiler.disable
-def _features(net, x):
-    return net[:-1](x)
-
-
-def skips():
-    """Torch compiles only the last of nine layers."""
-    layers = (nn.Linear(FEATURES, FEATURES) for _ in range(9))
-    return Calls(nn.Sequential(*layers), lambda net, x: net[-1](_features(net, x)))
-
-
 class Replaces(Logits):
     """Replaces a net and a layer, and moves a net, at the second epoch, in the hook that Lightning calls last."""
 

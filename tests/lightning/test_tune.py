@@ -35,7 +35,7 @@ A, B, C = (config.describe() for config in CONFIGS)
 CUDA_GRAPHS = "reduce-overhead"
 HEALED = "dynamo={'capture_scalar_outputs': True}"
 
-pytestmark = [pytest.mark.usefixtures("no_codegen"), pytest.mark.filterwarnings("ignore:cache_dir has no effect")]
+pytestmark = pytest.mark.usefixtures("no_codegen")
 AT_ONCE = pytest.mark.usefixtures("recompiles_at_once")
 
 
