@@ -13,13 +13,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
+from torch._inductor import cudagraph_trees
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from compile_callbacks import InductorCompile
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
-from tests.support.models import CLASSES, FEATURES, Classifier, Manual, Wrapper, loader, mlp, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, Manual, Wrapper, fit, loader, mlp, seeded, trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-MODE = "reduce-overhead"
+MODE, TRIED = "fast", ["reduce-overhead", "default"]
 ANY = {f"{phase}.{name}": ... for phase in ("train", "infer") for name in ("graphs", "graph_breaks", "recompiles")}
 ANY |= {f"{phase}.diagnostics.eager_calls": ... for phase in ("train", "infer")}
 
@@ -189,15 +190,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("baseline_steps", [0, 10])
+@pytest.mark.parametrize(("mode", "baseline_steps"), [("reduce-overhead", 0), ("fast", 10)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_validation_and_prediction_equal_eager(case, baseline_steps):
-    settings = {"train_mode": MODE, "infer_mode": MODE, "baseline_steps": baseline_steps, "verify": "warn"}
+def test_training_validation_and_prediction_equal_eager(case, mode, baseline_steps):
+    settings = {"train_mode": mode, "infer_mode": mode, "baseline_steps": baseline_steps, "verify": "warn"}
     expect = ANY | {"train.verified": ..., "infer.verified": ...}
     codes = {"codes": (), "expect": expect, "close": {"rtol": 2e-3, "atol": 2e-4}}
     ours = dataclasses.replace(case, callback=settings, trainer={"accelerator": "gpu", **case.trainer}, **codes)
     report = check(ours).report
     assert report.train.graphs or baseline_steps
+    varies = mode == "fast" and "lengths" in case.name
+    assert report.train.mode == ("default" if varies else "reduce-overhead"), report.train.mode_reason
 
 
 class TwoNetworks(Classifier):
@@ -222,19 +225,20 @@ def test_a_function_that_the_user_compiled_and_two_networks():
 
 
 def test_a_large_batch_after_a_small_one_in_other_stages():
-    ours, module = InductorCompile(MODE, MODE, baseline_steps=0), seeded()
-    trainer(ours, accelerator="gpu").validate(module, loader(4, batch_size=64), verbose=False)
-    predictions = trainer(ours, accelerator="gpu").predict(module, loader(8, batch_size=1))
-    x = torch.cat([batch[0] for batch in loader(8, batch_size=1)])
+    ours, module = InductorCompile(MODE, MODE, baseline_steps=4), seeded()
+    trainer(ours, accelerator="gpu").validate(module, loader(24, batch_size=64), verbose=False)
+    predictions = trainer(ours, accelerator="gpu").predict(module, loader(24, batch_size=1))
+    assert (ours.report.infer.mode, ours.report.infer.graphs) == ("reduce-overhead", 2)  # each of one batch size
+    x = torch.cat([batch[0] for batch in loader(24, batch_size=1)])
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(predictions).cpu(), module.cpu().eval()(x), rtol=1e-3, atol=1e-4)
 
 
 def test_a_module_that_stays_compiled_trains_in_a_loop_of_the_user():
     losses = []
-    for callbacks in ([], [InductorCompile(MODE, MODE, baseline_steps=0, keep_compiled=True)]):
+    for callbacks in ([], [InductorCompile(MODE, MODE, baseline_steps=2, keep_compiled=True)]):
         module = seeded()
-        trainer(*callbacks, accelerator="gpu").fit(module, loader(8))
+        trainer(*callbacks, accelerator="gpu").fit(module, loader(12))
         module.cuda().train()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         outputs = []
@@ -254,7 +258,7 @@ def test_the_memory_of_an_earlier_trainer_is_freed():
         module = seeded(
             lambda: Classifier(nn.Sequential(nn.Linear(FEATURES, 4096), nn.Tanh(), nn.Linear(4096, CLASSES)))
         )
-        trainer(InductorCompile(MODE, MODE, baseline_steps=0), accelerator="gpu").fit(module, loader(8, 1024))
+        trainer(InductorCompile(MODE, MODE, baseline_steps=2), accelerator="gpu").fit(module, loader(12, 1024))
         module.cpu()
 
     sizes = []
@@ -292,3 +296,60 @@ def test_the_allocator_may_use_expandable_segments():
     environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("node", "method"), [("CUDAWarmupNode", "run"), ("CUDAGraphNode", "_record")])
+def test_a_capture_without_memory_lets_the_phase_go_on_in_default(node, method, monkeypatch):
+    of_torch, raised = getattr(cudagraph_trees, node), []
+    original = getattr(of_torch, method)
+
+    def without_memory(*args):
+        if not raised:  # in the forward pass
+            raised.append(method)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    monkeypatch.setattr(of_torch, method, without_memory)
+    ours = InductorCompile(MODE, MODE, baseline_steps=4)
+    losses = [fit(*callbacks, train=20, accelerator="gpu").losses for callbacks in ([], [ours])]
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=2e-4)
+    train = ours.report.train
+    assert raised
+    assert (train.mode, train.mode_reason) == ("default", "the CUDA graphs need more memory than is free")
+    assert train.diagnostics.eager_calls == {"net": 1}
+
+
+class Wide(Wrapper):
+    """Saves twelve activations of 64 MiB for the backward pass."""
+
+    def forward(self, x):
+        x = self.net[0](x)
+        for _ in range(6):
+            x = x + self.net[1](x).tanh()
+        return self.net[2](x)
+
+
+def test_the_largest_batch_that_fits_in_default_also_fits_in_fast():
+    def one_run(mode):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        layers = (nn.Linear(*sizes) for sizes in ((FEATURES, 1024), (1024, 1024), (1024, CLASSES)))
+        module = seeded(lambda: Classifier(Wide(nn.Sequential(*layers))))
+        trainer(InductorCompile(mode, None, baseline_steps=2), accelerator="gpu").fit(module, loader(12, 2**14))
+        module.cpu()
+        return module.losses, torch.cuda.max_memory_reserved()
+
+    expected, needed = one_run("default")
+    torch.cuda.set_per_process_memory_fraction(1.05 * needed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        losses, _ = one_run(MODE)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=2e-4)
+
+
+def test_auto_begins_with_what_fast_would_become():
+    ours = InductorCompile("auto", None)
+    fit(ours, train=60, accelerator="gpu")
+    assert [trial["candidate"] for trial in ours.report.train.diagnostics.trials][:3] == ["eager", *TRIED]
