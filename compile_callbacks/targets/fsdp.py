@@ -20,30 +20,21 @@ def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | N
     """Return why sharded weights do not support the configs, or ``None`` if they do. A `Tune` skips candidates."""
     for phase, config in configs.items() if _torch.distributed.is_sharded(root) else ():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
-            return (
-                f"{phase}_mode={config.describe()!r} records CUDA graphs, which need fixed addresses of weights, but "
-                f"{WEIGHTS_ARE_SHARDED}. Set 'default' or 'max-autotune-no-cudagraphs'"
-            )
+            setting = f"{phase}_mode={config.describe()!r}"
+            return f"{setting} records CUDA graphs, but {WEIGHTS_ARE_SHARDED}. Set 'default'"
     return None
 
 
 def unsupported_strategy_reason(strategy: object) -> str | None:
     """Return the reason why the library does not support a Trainer's strategy, or ``None`` if it does."""
     # By the name of the class, because DeepSpeed may not be installed.
-    if not any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
-        return None
-    return (
-        "InductorCompile does not support DeepSpeed, whose engine wraps the module and, with ZeRO stage 3, gathers "
-        "weights in hooks on each submodule. Shard with FSDP2 (ModelParallelStrategy), replicate with DDP, or remove "
-        "the callback"
-    )
+    if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(strategy).__mro__):
+        return "InductorCompile does not support DeepSpeed: shard with ModelParallelStrategy, or replicate with DDP"
+    return None
 
 
 def check_not_sharded(module: nn.Module) -> None:
     """Check that this process has all weights of a module."""
     if _torch.distributed.is_sharded(module):
-        message = (
-            "FSDP shards the weights of module, but this function needs all weights in one process: load a checkpoint "
-            "into a new module"
-        )
+        message = "FSDP shards the weights of module: load a checkpoint into a new module, which has all weights"
         raise ValueError(with_code("CC804", message))

@@ -15,7 +15,7 @@ _PREFIX = "_orig_mod."  # torch.compile(module) adds this prefix to each key of 
 LIGHTNING_MODULE = "the LightningModule"
 """The name of a compiled LightningModule in the list of `unwrap_compiled`. The other names are names of children."""
 
-_INFER_STEPS = ("validation_step", "test_step", "predict_step")
+_STEPS = {"training_step": "train", "validation_step": "infer", "test_step": "infer", "predict_step": "infer"}
 
 
 def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset()) -> list[str]:
@@ -25,8 +25,7 @@ def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset())
     replaced = []
     # For ``torch.compile(lightning_module)``, Lightning sets compiled methods on the module.
     if getattr(root, "_compiler_ctx", None) is not None:
-        steps = "forward", *(() if "train" in uncompiled else ("training_step",))
-        steps += () if "infer" in uncompiled else _INFER_STEPS
+        steps = ["forward", *(step for step, phase in _STEPS.items() if phase not in uncompiled)]
         if methods := [name for name in steps if name in vars(root)]:
             for name in methods:
                 del vars(root)[name]
