@@ -7,7 +7,6 @@ of the first kind unnecessary. ``tests/compile/test_workarounds.py`` does so for
 """
 
 from compile_callbacks._torch import autograd as autograd
-from compile_callbacks._torch import distributed as distributed
 from compile_callbacks._torch import dynamo as dynamo
 from compile_callbacks._torch import events as events
 from compile_callbacks._torch import graphs as graphs

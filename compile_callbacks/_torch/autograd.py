@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from compile_callbacks._torch.graphs import add_node
 from compile_callbacks._torch.ports import optional
@@ -25,7 +24,8 @@ def preserve_versions() -> Callable[[Any], contextlib.AbstractContextManager[Any
 def outside_activation_checkpoints() -> contextlib.AbstractContextManager[Any]:
     """Hide the saved tensors of a ``with`` block from an activation checkpoint around it, which counts them."""
     # Autograd only calls the innermost hooks. Setting hooks raises an error if the user has disabled them.
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saves_through_hooks() else contextlib.nullcontext()
+    hooks = [lambda tensor: tensor] * 2
+    return torch.autograd.graph.saved_tensors_hooks(*hooks) if saves_through_hooks() else contextlib.nullcontext()
 
 
 @optional("backward", lambda: False)
@@ -47,10 +47,6 @@ def graph_is_kept() -> bool:
     Workaround (until torch has public functions for this, for `in_backward` and for `saves_through_hooks`).
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
@@ -109,8 +105,6 @@ def overwrite_no_saved_tensors() -> None:
 
 # ------------------------------------------------------------------------------------------ modes
 
-_DEVICES = ("cpu", "cuda")
-
 
 @contextlib.contextmanager
 def restored_after_error() -> Iterator[None]:
@@ -119,15 +113,21 @@ def restored_after_error() -> Iterator[None]:
     Eager code uses context managers. In a captured graph, one operator enters a mode and another one leaves it. If an
     operator between them raises, the mode stays active in later calls.
 
-    Workaround (until torch has public functions for the levels of `torch.func` and forward-mode AD).
+    Workaround (until torch has public functions for the levels of `torch.func` and forward-mode AD; no issue).
     """
-    leave_transforms = _transforms_left()
-    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES]
-    grad, nesting = torch.is_grad_enabled(), _autocast_nesting()
+    transforms, leave_transform, exit_forward_ad = _transforms()
+    autocast = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    ]
+    grad, nesting, level = torch.is_grad_enabled(), _autocast_nesting(), transforms()
     try:
         yield
     except BaseException:
-        leave_transforms()
+        while transforms() > level:
+            leave_transform()
+        if not level:  # no transform has entered forward AD before
+            with contextlib.suppress(RuntimeError):  # torch raises if the level is not active
+                exit_forward_ad(level=0)
         torch.set_grad_enabled(grad)
         for device, enabled, dtype in autocast:
             torch.set_autocast_enabled(device, enabled)
@@ -137,21 +137,11 @@ def restored_after_error() -> Iterator[None]:
         raise
 
 
-@optional("transform levels", lambda: lambda: None)
-def _transforms_left() -> Callable[[], None]:
-    """Return a function that leaves the transforms and the level of forward AD that are entered from now on."""
+@optional("transform levels", lambda: (int, int, lambda level: None))
+def _transforms() -> tuple[Callable[[], int], Callable[[], Any], Callable[..., None]]:
+    """Return functions for the number of active transforms, to leave the innermost one, and to leave forward AD."""
     functorch, exit_level = torch._C._functorch, torch._C._exit_dual_level
-    depth, has_level = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level >= 0
-    leave = functorch.pop_dynamic_layer_stack
-
-    def leave_transforms() -> None:
-        while functorch.get_dynamic_layer_stack_depth() > depth:
-            leave()
-        if not has_level:
-            with contextlib.suppress(RuntimeError):  # torch raises if the level is not active; torch allows one level
-                exit_level(level=0)
-
-    return leave_transforms
+    return functorch.get_dynamic_layer_stack_depth, functorch.pop_dynamic_layer_stack, exit_level
 
 
 def _autocast_nesting() -> int:

@@ -157,6 +157,15 @@ def is_disabled() -> bool:
     return torch._dynamo.config.disable
 
 
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return whether FSDP gathers the weights of a module for each call and frees them afterwards.
+
+    FSDP1 and FSDP2 set an attribute on each module for Dynamo (torch 2.11 to 2.15). The weights do not tell, because
+    they are ordinary tensors during a call.
+    """
+    return any(getattr(submodule, "_is_fsdp_managed_module", False) for submodule in module.modules())
+
+
 @optional("compiled modules", lambda: False)
 def is_dynamo_wrapper(module: object) -> bool:
     """Return whether ``torch.compile(module)`` returned this object."""

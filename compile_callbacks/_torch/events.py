@@ -58,13 +58,6 @@ def recompile_reason() -> str | None:
     return reason if isinstance(reason, str) and not torch_2_11.is_first_compile(reason) else None
 
 
-@optional("compile metrics", lambda: None)
-def last_recompile_reason() -> str | None:
-    """Return the same for the latest compile that has ended, such as one that the recompile limit ended."""
-    reason: str | None = _compilation_metrics()[-1].recompile_reason
-    return reason
-
-
 @optional("compile metrics", list)
 def _compilation_metrics() -> list[Any]:
     return torch._dynamo.utils.get_compilation_metrics()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,45 +78,7 @@ def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) 
     return checkpoint(run, *differentiable, use_reentrant=False, preserve_rng_state=keeps_random_state)
 
 
-def written_statistics(graph_module: torch.fx.GraphModule) -> frozenset[int]:
-    """Return the positions of the inputs that an `eager_graph` only uses as running statistics of batch norms."""
-    placeholders = enumerate(graph_module.graph.find_nodes(op="placeholder"))
-    return frozenset(
-        i
-        for i, value in placeholders
-        if value.users and all(_writes_statistics(graph_module, user, value) for user in value.users)
-    )
-
-
-def _writes_statistics(graph_module: torch.fx.GraphModule, user: Any, value: torch.fx.Node) -> bool:
-    """Return whether a batch norm in training writes a value. It does not read it."""
-    at = {i for i, argument in enumerate(user.args) if argument is value}
-    if user.target in (_call_subgraph, _call_checkpoint):
-        return {i - 1 for i in at} <= written_statistics(getattr(graph_module, user.args[0].target))
-    # batch_norm(input, running_mean, running_var, weight, bias, training, ...)
-    return user.target is torch.nn.functional.batch_norm and at <= {1, 2} and user.args[5:6] == (True,)
-
-
-_LOCAL_NAMESPACES = ("", "aten", "prims", "prim", "torchvision", "torchaudio")
-_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp")
-
-
-def has_collective(graph_module: torch.fx.GraphModule) -> bool:
-    """Return whether a graph communicates with other processes, in its forward or its backward pass."""
-    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return any(
-        namespace(node) in _COLLECTIVE_NAMESPACES
-        or str(getattr(node.target, "__module__", "")).startswith("torch.distributed")
-        or isinstance(node.meta.get("example_value"), dtensor)
-        for node in all_nodes(graph_module)
-    )
-
-
-def may_communicate(graph_module: torch.fx.GraphModule) -> bool:
-    """Return whether the processes of a group run a custom operator, which may communicate."""
-    distributed = torch.distributed
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    return several and any(namespace(node) not in _LOCAL_NAMESPACES for node in all_nodes(graph_module))
+SUBGRAPH_CALLS = _call_subgraph, _call_checkpoint  # of an `eager_graph`
 
 
 def all_nodes(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
@@ -129,24 +90,6 @@ def all_nodes(graph_module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 def namespace(node: torch.fx.Node) -> str:
     """Return the namespace of a node's operator, or an empty string for a function of Python."""
     return str(node.target).partition(".")[0] if isinstance(node.target, OPERATOR_TYPES) else ""
-
-
-def guesses_size_at(graph_module: torch.fx.GraphModule) -> str:
-    """Return the first operator of Dynamo's graph for which torch guesses that an unknown size is not 1, or ``""``.
-
-    A call with the size 1 then gets other results, or fails: at ``squeeze`` without a dimension, ``expand``, or a
-    broadcast, for which the graph asserts that two sizes are equal.
-    """
-    for node in all_nodes(graph_module):
-        name = str(getattr(node.target, "__name__", node.target)).partition(".")[0].rstrip("_")
-        if name == "eq" and any(user.target is torch.ops.aten._assert_scalar.default for user in node.users):
-            return "broadcast"
-        shapes = [getattr(each.meta.get("example_value"), "shape", ()) for each in node.all_input_nodes]
-        unknown = any(isinstance(n, torch.SymInt) and not n.node.has_hint() for shape in shapes for n in shape)
-        squeezes_all = name == "squeeze" and len(node.args) + len(node.kwargs) == 1
-        if unknown and (squeezes_all or name.startswith(("expand", "broad"))):
-            return name
-    return ""
 
 
 @optional("comparison", lambda: True)
@@ -250,15 +193,14 @@ def computing_in_double(enabled: bool) -> contextlib.AbstractContextManager[Any]
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map
 
-    def requested(value: Any) -> Any:
+    def double(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(DOUBLE_OF.get(value.dtype, value.dtype))
         return DOUBLE_OF.get(value, value) if isinstance(value, torch.dtype) else value
-
-    def result(value: Any) -> Any:
-        return value.to(DOUBLE_OF.get(value.dtype, value.dtype)) if isinstance(value, torch.Tensor) else value
 
     class InDouble(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return tree_map(result, func(*tree_map(requested, args), **tree_map(requested, kwargs or {})))
+            return tree_map(double, func(*tree_map(double, args), **tree_map(double, kwargs or {})))
 
     return InDouble()  # type: ignore[no-untyped-call]
 

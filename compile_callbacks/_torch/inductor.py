@@ -8,7 +8,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -37,36 +36,14 @@ def settings() -> Any:
     return config
 
 
-@optional("settings", lambda: False)
-def has_triton(*, tma_device: torch.device | None = None) -> bool:
-    """Return whether Triton works, and with ``tma_device``, whether it uses a Tensor Memory Accelerator there."""
-    from torch.utils import _triton
-
-    has_tma = tma_device is not None and torch.cuda.get_device_capability(tma_device) >= (9, 0)
-    return _triton.has_triton() if tma_device is None else has_tma and _triton.has_triton_tma_device()
-
-
-@optional("settings", lambda: False)
-def has_cutlass() -> bool:
-    """Return whether Inductor finds the CUTLASS library."""
-    from torch._inductor.codegen.cutlass.utils import try_import_cutlass
-
-    return bool(try_import_cutlass())
-
-
-def import_inductor() -> float:
+def import_inductor(*, starts_processes: bool = False) -> float:
     """Import Inductor's compiler, as the first compile does, and return the seconds that this took (one or more)."""
     started = time.perf_counter()
-    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor import async_compile, compile_fx  # noqa: F401
 
+    if starts_processes:  # as ``backend="inductor"`` does. Without them, Inductor compiles one kernel at a time.
+        async_compile.maybe_warm_pool()
     return time.perf_counter() - started
-
-
-def start_compile_processes() -> None:
-    """Start Inductor's processes, as ``backend="inductor"`` does. Without them, it compiles one kernel at a time."""
-    from torch._inductor.async_compile import maybe_warm_pool
-
-    maybe_warm_pool()
 
 
 _TAGGED = "unsafe_marked_cacheable_functions"
@@ -97,8 +74,6 @@ def compile_graph(
     settings: dict[str, Any] = {"force_non_lazy_backward_lowering": True}
     if activation_memory_budget is not None:
         settings["activation_memory_budget"] = activation_memory_budget
-    if keeps_graph:
-        settings["donated_buffer"] = False
 
     def compile_part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         is_backward, inputs = bool(kwargs.get("is_backward")), graph.graph.find_nodes(op="placeholder")
@@ -152,13 +127,6 @@ def _saved_bytes(backward_graph: torch.fx.GraphModule) -> int:
     return sum(size if isinstance(size, int) else size.node.hint or 0 for size in sizes)
 
 
-def cache_folder() -> Path:
-    """Return the folder of Inductor's caches, also if ``TORCHINDUCTOR_CACHE_DIR`` is not set."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
-
-
 @optional("generated code")
 def _forget_constants() -> None:
     """Let Inductor forget the modules with constants, such as frozen weights. It would keep each that it has loaded."""
@@ -198,26 +166,23 @@ def _switchable_cuda_graphs() -> Any:
     return patch.object(compile_fx, "cudagraphify", with_switch)
 
 
-@optional("CUDA graphs", lambda: False)
-def end_failed_warmup(device_index: int) -> bool:
+@optional("CUDA graphs")
+def end_failed_warmup(device_index: int) -> None:
     """Repair the CUDA graphs of a device after the first run of a CUDA graph raised, such as `torch.OutOfMemoryError`.
 
-    Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception): the failed run
-    remains the current node, without its outputs (2.11 to 2.15). All later calls then fail with an empty
+    Workaround (until ``CUDAGraphTreeManager.run_eager`` restores the current node after an exception; no issue): the
+    failed run remains the current node, without its outputs (2.11 to 2.15). All later calls then fail with an empty
     ``AssertionError``, or skip the first run of that graph.
     """
     from torch._inductor.cudagraph_trees import CUDAWarmupNode, get_manager
 
     manager = get_manager(device_index, create_if_none_exists=False)
     node = manager and manager.current_node
-    if not isinstance(node, CUDAWarmupNode) or not node.stack_traces:
-        return False
-    missing = [None] * (len(node.stack_traces) - len(node.tensor_weakrefs))
-    if missing:
+    if isinstance(node, CUDAWarmupNode) and len(node.tensor_weakrefs) < len(traces := node.stack_traces or []):
+        missing = [None] * (len(traces) - len(node.tensor_weakrefs))
         node.tensor_weakrefs += missing
         node.outputs_weakrefs += missing
         manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
-    return bool(missing)
 
 
 @optional("graph passes")
@@ -233,8 +198,7 @@ def register_pass_type(of_library: type) -> None:
 
 def compile_package(program: Any, path: str, options: Mapping[str, Any]) -> None:
     """Compile an exported program with AOTInductor, which changes the options, and write the package."""
-    with torch_2_11.exports():
-        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+    torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
 
 
 def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
@@ -245,7 +209,6 @@ def load_package(path: str) -> Callable[[list[torch.Tensor]], Any]:
     """
     from torch.utils._pytree import tree_unflatten, treespec_loads
 
-    with torch_2_11.exports():
-        loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
+    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     outputs = treespec_loads(loader.get_call_spec()[1])
     return lambda tensors: tree_unflatten(loader.boxed_run(tensors), outputs)

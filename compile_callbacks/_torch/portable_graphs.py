@@ -18,28 +18,22 @@ from typing import Any
 import torch
 
 from compile_callbacks._torch import graphs
-from compile_callbacks._torch.ports import optional
 
 
 def _flags() -> tuple[Callable[[], Any], ...]:
     """Return calls that repeat each setting of this process that changes compiled code and is not in a config."""
-    backends, part, devices = torch.backends, functools.partial, ("cpu", "cuda")
-    cuda, cudnn = backends.cuda, backends.cudnn
+    part, devices, cudnn, cuda = functools.partial, ("cpu", "cuda"), torch.backends.cudnn, torch.backends.cuda
     fixed = {"_benchmark": cudnn.benchmark, "_deterministic": cudnn.deterministic, "_allow_tf32": cudnn.allow_tf32}
+    settings = "default_dtype", "num_threads", "float32_matmul_precision", "deterministic_debug_mode"
+    kernels = "flash", "mem_efficient", "math", "cudnn"
     return (
         part(torch.set_grad_enabled, torch.is_grad_enabled()),
         *(part(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device)) for device in devices),
         *(part(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device)) for device in devices),
-        part(torch.set_default_dtype, torch.get_default_dtype()),
-        part(torch.set_num_threads, torch.get_num_threads()),
-        part(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
-        part(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()),
+        *(part(getattr(torch, f"set_{name}"), getattr(torch, f"get_{name}")()) for name in settings),
         part(cudnn.set_flags, **fixed),
-        part(backends.mkldnn.set_flags, backends.mkldnn.enabled),
-        part(cuda.enable_flash_sdp, cuda.flash_sdp_enabled()),
-        part(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled()),
-        part(cuda.enable_math_sdp, cuda.math_sdp_enabled()),
-        part(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled()),
+        part(torch.backends.mkldnn.set_flags, torch.backends.mkldnn.enabled),
+        *(part(getattr(cuda, f"enable_{name}_sdp"), getattr(cuda, f"{name}_sdp_enabled")()) for name in kernels),
     )
 
 
@@ -90,10 +84,9 @@ def portable_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) ->
     nodes = list(graphs.all_nodes(graph_module))
     if any("triton_kernel_wrapper" in str(node.target) for node in nodes):  # refers to a table of this process
         raise NotPortableError("it calls a Triton kernel of the user")
-    memory = {i: value.untyped_storage()._cdata for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
-    shared = {i for i, address in memory.items() if list(memory.values()).count(address) > 1}
-    if shared and shared & graphs.examine_graph(graphs.eager_graph(graph_module), inputs).written:
-        raise NotPortableError("it writes an input that shares memory with another input")
+    memory = [value.untyped_storage()._cdata for value in inputs if isinstance(value, torch.Tensor)]
+    if len(set(memory)) < len(memory):
+        raise NotPortableError("two inputs share memory")
     lean = graphs.copy_of_graph(graph_module)
     lean.meta.pop("backend_id", None)  # random. The same graph has the same request.
     for name in ("compile_subgraph_reason", "_source_to_user_stacks"):
@@ -135,14 +128,6 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
     with config.patch({name: value for name, value in options.items() if name.startswith("triton.cudagraph")}):
         compiled: Callable[..., Any] = AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
         return compiled
-
-
-@optional("background")
-def prepare_loading() -> None:
-    """Look for the processor's vector instructions, which the first load for a CPU waits for (40 s on torch 2.11)."""
-    from torch._inductor import cpu_vec_isa
-
-    cpu_vec_isa.valid_vec_isa_list()
 
 
 def guard_of(expression: str | None, positions: Sequence[int]) -> Callable[[Sequence[Any]], bool]:

@@ -37,10 +37,9 @@ LOST = {
     "CUDA graphs": "a comparison records CUDA graphs, or a CUDA graph whose first run failed fails again",
     "generated code": "frozen weights of unused code stay in memory",
     "graph passes": "graph passes do not run",
-    "background": "code from the helper process may load slowly",
     "compiled modules": "a module that the user compiled is not found",
     "comparison": "graphs are not compared with eager",
-    "settings": "modes have no options, and some templates fall back",
+    "settings": "modes have no options",
 }
 """The loss without each port."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-import warnings
-from collections.abc import Iterator
+from typing import Any
 
 import torch
+
+from compile_callbacks._torch import graphs
 
 IS_2_11 = torch.__version__.startswith("2.11.")
 IS_OLDER_THAN_2_13 = IS_2_11 or torch.__version__.startswith("2.12.")
@@ -54,18 +54,14 @@ def is_captured_wrongly(graph_module: torch.fx.GraphModule) -> bool:
     tensor twice, and the gradient of the first copy gets lost.
     """
     apply = torch.ops.higher_order.autograd_function_apply
-    calls = [
-        (parent, call)
-        for parent in (graph_module.modules() if IS_OLDER_THAN_2_13 else ())
-        if isinstance(parent, torch.fx.GraphModule)
-        for call in parent.graph.find_nodes(op="call_function", target=apply)
-    ]
-    for parent, call in calls:
-        outputs, _ = getattr(parent, call.args[0].target).graph.output_node().args[0]  # and the saved tensors
-        values = [node.meta.get("example_value") for node in outputs if isinstance(node, torch.fx.Node)]
-        memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
-        if len(set(memory)) < len(memory):
-            return True
+    for node in graphs.all_nodes(graph_module) if IS_OLDER_THAN_2_13 else ():
+        if node.target is apply:
+            forward: Any = getattr(node.graph.owning_module, node.args[0].target)  # type: ignore[union-attr,arg-type]
+            outputs, _ = forward.graph.output_node().args[0]  # and the saved tensors
+            values = [output.meta.get("example_value") for output in outputs if isinstance(output, torch.fx.Node)]
+            memory = [value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)]
+            if len(set(memory)) < len(memory):
+                return True
     return False
 
 
@@ -87,23 +83,3 @@ def autocast_state() -> str:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
-
-
-@contextlib.contextmanager
-def exports() -> Iterator[None]:
-    """Export, or load a package, without torch's warnings about its own code.
-
-    A failed export leaves a hook, with which Dynamo breaks the graph where a buffer is assigned. It is removed.
-
-    Workaround (torch<2.12).
-    """
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks if IS_2_11 else {}
-    before = set(hooks)
-    try:
-        with warnings.catch_warnings():
-            if IS_OLDER_THAN_2_13:
-                warnings.simplefilter("ignore")
-            yield
-    finally:
-        for hook in set(hooks) - before:
-            del hooks[hook]

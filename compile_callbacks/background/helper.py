@@ -136,8 +136,6 @@ class Helper:
             try:
                 while (graph := outbox.get()) is not None:
                     connection.send_bytes(graph.pickled)
-                    with contextlib.suppress(Exception):  # as without a C++ compiler; `load` then raises it again
-                        _torch.portable_graphs.prepare_loading()
                     if not connection.poll(LIMIT_SECONDS):
                         answers.put(f"it did not answer for {LIMIT_SECONDS:.0f} s")
                         return

@@ -8,7 +8,9 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 
 def main() -> None:
@@ -27,20 +29,18 @@ def _prepare() -> None:
     from compile_callbacks import _torch
     from compile_callbacks.graphs import requests  # noqa: F401
 
-    _torch.inductor.import_inductor()
-    _torch.inductor.start_compile_processes()
+    _torch.inductor.import_inductor(starts_processes=True)
 
 
 def _answer(request: bytes) -> bytes:
     """Compile a graph. Of several processes with one cache and the same graph, one compiles, and the others load."""
     from filelock import FileLock
 
-    from compile_callbacks import _torch
     from compile_callbacks._utils.messages import describe_failure, in_one_line
     from compile_callbacks.graphs.requests import CompileAnswer
 
     try:
-        folder = _torch.inductor.cache_folder() / "locks"
+        folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), f"locks_{os.getuid()}")
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f"compile_callbacks_{hashlib.sha256(request).hexdigest()}.lock"):
             # Only the process that started this one can write to the connection.

@@ -17,7 +17,6 @@ SWITCHES = (
 HEALINGS = (
     (r"Unsupported Tensor\.item\(\) call with capture_scalar_outputs=False\n", "capture_scalar_outputs"),
     (r"Data dependent operator\n.*capture_scalar_outputs", "capture_scalar_outputs"),
-    (r"Dynamic shape operator\n", "capture_dynamic_output_shape_ops"),
 )
 """The kinds of graph breaks that a setting may remove (torch 2.11 and 2.15): a pattern for torch's reason, and the
 setting. The first line of a reason is the name of the kind in torch's registry."""

@@ -8,7 +8,9 @@ Example::
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -53,6 +55,10 @@ def get(name: str) -> Template:
     return _TEMPLATES[name]
 
 
+def _has_cutlass() -> bool:
+    return Path(_torch.inductor.settings().cutlass.cutlass_dir, "python", "cutlass_library").is_dir()
+
+
 _ALL = (
     Template(
         "triton",
@@ -65,7 +71,7 @@ _ALL = (
             "autotune_fallback_to_aten": True,
         },
         "a GPU that Triton supports",
-        lambda device: device.type != "cpu" and _torch.inductor.has_triton(),
+        lambda device: device.type != "cpu" and importlib.util.find_spec("triton") is not None,
     ),
     Template(
         "cpp_wrapper",
@@ -77,8 +83,8 @@ _ALL = (
         "Matrix products from CUTLASS and ATen, chosen by measuring",
         "max-autotune-no-cudagraphs",
         {"max_autotune_gemm_backends": "CUTLASS,ATEN"},
-        "an NVIDIA GPU and the CUTLASS library (pip install nvidia-cutlass, or option cutlass.cutlass_dir)",
-        lambda device: device.type == "cuda" and _torch.inductor.has_cutlass(),
+        "an NVIDIA GPU and the CUTLASS library (option cutlass.cutlass_dir)",
+        lambda device: device.type == "cuda" and _has_cutlass(),
     ),
     Template(
         "aten",
@@ -101,8 +107,8 @@ _ALL = (
         "Matrix products as persistent Triton kernels that load through the Tensor Memory Accelerator",
         "max-autotune-no-cudagraphs",
         {"triton.enable_persistent_tma_matmul": True, "triton.enable_template_tma_store": True},
-        "an NVIDIA GPU with a Tensor Memory Accelerator (compute capability 9.0 or higher), and a Triton that uses it",
-        lambda device: device.type == "cuda" and _torch.inductor.has_triton(tma_device=device),
+        "an NVIDIA GPU with a Tensor Memory Accelerator (compute capability 9.0 or higher)",
+        lambda device: device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
     ),
 )
 

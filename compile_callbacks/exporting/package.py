@@ -162,8 +162,7 @@ def _trace(module: nn.Module, inputs: _Inputs, batches: Sequence[torch.Tensor], 
     for tensor in batches:
         shapes[tensor] = {0: batch}
     try:
-        with _torch.torch_2_11.exports():
-            program = torch.export.export(module, *inputs, dynamic_shapes=shapes)
+        program = torch.export.export(module, *inputs, dynamic_shapes=shapes)
         # torch.export ignores an active autocast. Tracing the program again inserts the casts.
         return program.run_decompositions({}) if torch.is_autocast_enabled(device.type) else program
     except Exception as error:

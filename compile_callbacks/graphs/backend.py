@@ -14,6 +14,7 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.messages import in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig
+from compile_callbacks.graphs.captured_graph import communicates, has_unknown_size, written_statistics
 from compile_callbacks.graphs.compiled_graph import CompiledGraph, CudaGraph
 from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, WaitingGraph
 from compile_callbacks.graphs.target_log import TargetLog
@@ -74,9 +75,8 @@ class GraphBackend:
             "activation_memory_budget": config.activation_memory_budget,
             "keeps_graph": self.keeps_graph,
         }
-        has_collective = _torch.graphs.has_collective(graph_module)  # the copy has no metadata of DTensors
-        self.has_collective |= has_collective
-        statistics = [i for i in _torch.graphs.written_statistics(eager) if not example_inputs[i].is_inference()]
+        self.has_collective |= (has_collective := communicates(graph_module))  # the copy has no metadata of DTensors
+        statistics = [i for i in written_statistics(eager) if not example_inputs[i].is_inference()]
         graph = CompiledGraph(eager, log, operator.itemgetter(*statistics) if statistics else None, has_collective)
         modules = [weakref.ref(member.module) for member in target.members] if target is not None else []
 
@@ -84,8 +84,7 @@ class GraphBackend:
             if options.get("triton.cudagraphs") and device.type == "cuda":
                 compiled = CudaGraph(compiled, device.index)
             if log.settings.verify != "off":  # the next call compares the code with eager
-                communicates = has_collective or _torch.graphs.may_communicate(eager)
-                graph.verification = Verification(compiled, eager, options, modules, log, communicates)
+                graph.verification = Verification(compiled, eager, options, modules, log, has_collective)
             graph.compiled, graph.fits = compiled, fits
 
         if not self._is_requested(graph_module, example_inputs, arguments, use):
@@ -106,8 +105,8 @@ class GraphBackend:
             raise self._log.run_target_eagerly("CC307", _WRONG_FUNCTION)
         if self._log.key.phase == "train" and _torch.torch_2_11.ends_at_gradient(graph_module):
             raise self._log.run_target_eagerly("CC303", _OWN_GRADIENT)
-        if not self._log.settings.may_guess and (where := _torch.graphs.guesses_size_at(graph_module)):
-            raise self._log.run_target_eagerly("CC301", f"torch would guess at {where!r} that a size is not 1")
+        if not self._log.settings.may_guess and has_unknown_size(graph_module):
+            raise self._log.run_target_eagerly("CC301", "torch would guess that a size which it computes is not 1")
 
     def free(self) -> None:
         """Free the compiled code, with its frozen weights. The next call of the target compiles again."""

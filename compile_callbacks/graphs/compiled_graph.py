@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from compile_callbacks import _torch
-from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
+from compile_callbacks._utils.errors import with_code
+from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
 
 
@@ -24,8 +25,7 @@ class CompiledGraph:
     what this object calls.
 
     The first call with compiled code compares it with eager, and decides which code later calls run. A later call adds
-    only this frame. If a later call fails, such as at a size that torch has guessed, and the graph writes no input, the
-    captured graph runs eagerly from then on.
+    only this frame.
 
     Like eager batch norm, a call does not raise the versions of running statistics. Eager batch norm saves them for the
     backward pass. If a compiled call raised their versions, the backward pass of an earlier eager call in the same step
@@ -50,8 +50,7 @@ class CompiledGraph:
             return self._run_eagerly(inputs)
         if (run := self.run) is None:
             return self._first_call(inputs)
-        executions = self.log.recorder.executions
-        executions.graphs += 1
+        self.log.recorder.executions.graphs += 1
         try:
             if self.statistics is None:
                 return run(*inputs)
@@ -61,13 +60,11 @@ class CompiledGraph:
             if not self._is_unchanged(inputs):
                 raise
         except Exception as error:
-            if not self._can_run_again(error, inputs):
-                raise
-            outputs = self._run_eagerly(inputs)  # if this raises, the error is the user's
-            executions.graphs -= 1
-            self.log.compiler_failed(error, what=CODE_RAISED, part="a part of ")
-            self.run = None
-            return outputs
+            target, phase = self.log.key[:2]
+            setting = f"{self.log.recorder.mode_arguments[phase]}='eager'"
+            text = f"raised by compiled code of target {target!r}; if eager code does not, set {setting}"
+            error.add_note(with_code("CC301", text))
+            raise
         del run
         return self._run_without_cuda_graphs(inputs)
 
@@ -79,9 +76,6 @@ class CompiledGraph:
         if (compiled := self.compiled) is None:
             return self._run_eagerly(inputs)
         accepted = self.verification is None or self.verification.accepts(inputs)  # after an error, it compares again
-        if accepted is None:
-            self.log.recorder.executions.graphs += 1
-            return compiled(*inputs)
         self.run, self.compiled, self.verification = compiled if accepted else None, None, None
         if self.log.settings.static and accepted:
             with contextlib.suppress(Exception):
@@ -126,16 +120,6 @@ class CompiledGraph:
         assert self.graph is not None
         with _torch.autograd.restored_after_error():  # takes 4 µs
             return self.graph.forward(*inputs)
-
-    def _can_run_again(self, error: Exception, inputs: Sequence[Any]) -> bool:
-        """Return whether the graph writes no input, and is in no activation checkpoint."""
-        is_short = isinstance(error, torch.OutOfMemoryError)
-        if self.graph is None or self.has_collective or is_short or _torch.autograd.saves_through_hooks():
-            return False
-        try:
-            return not _torch.graphs.examine_graph(self.graph, inputs).written
-        except Exception:
-            return False
 
 
 @dataclass(eq=False)

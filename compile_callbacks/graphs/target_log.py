@@ -14,8 +14,6 @@ from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 
-CODE_RAISED = "its compiled code raised an error that eager does not"
-
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
 
@@ -37,7 +35,7 @@ class TargetSettings:
     on_error: OnError = "eager"
     verify: Verify = "off"
     on_trial: bool = False
-    may_guess: bool = True  # whether a graph may depend on a guessed size, because the user has asked for the settings
+    may_guess: bool = True  # whether a graph may have sizes that it computes, because the user has asked for them
     static: bool = False  # whether no graph may have a dynamic dimension, because CUDA graphs replay each size
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config

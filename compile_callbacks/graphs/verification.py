@@ -21,7 +21,7 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
 from compile_callbacks.graphs.accuracy import GRADIENT, Comparison, Tensors, not_compared
 from compile_callbacks.graphs.snapshot import Snapshot
-from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
+from compile_callbacks.graphs.target_log import TargetLog
 
 _REACTIONS = {
     ("warn", "differs"): ("nothing", ""),
@@ -47,23 +47,19 @@ class Verification:
     modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
     log: TargetLog
     communicates: bool  # with other processes
-    lacked_memory: bool = False  # whether the first comparison ran out of memory; a second one is the last
 
-    def accepts(self, inputs: Sequence[Any]) -> bool | None:
-        """Return whether the compiled graph can be used, or ``None`` if it is compared again at the next call."""
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the compiled graph can be used."""
         try:
             comparison = not_compared("collective") if self.communicates else self._compare(inputs)
         except Exception as error:
             # The description and not the error, whose traceback keeps tensors alive. The CPU has a RuntimeError.
             lacks_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             comparison = not_compared("no memory" if lacks_memory else "error", describe_failure(error))
-            if lacks_memory and not self.lacked_memory:
-                self.lacked_memory = True
-                return None
         if isinstance(comparison, Comparison):
             return self._react_to(comparison)
         self.log.runs_eagerly = True
-        self.log.compiler_failed(comparison, what=CODE_RAISED)
+        self.log.compiler_failed(comparison, what="its compiled code raised an error that eager does not")
         return False
 
     def _react_to(self, comparison: Comparison) -> bool:

@@ -84,7 +84,7 @@ class Session:
         undo = self._undo = contextlib.ExitStack()
         arguments, settings, recorder = self._arguments, self._arguments.target_settings, self._recorder
         device = device_of(self.module)
-        sharded = WEIGHTS_ARE_SHARDED if _torch.distributed.is_sharded(self.module) else None
+        sharded = WEIGHTS_ARE_SHARDED if _torch.dynamo.is_sharded(self.module) else None
         recorder.stopping = conditions.stopping
         self.gpu.begin(device)
         record, known, requests, in_background = None, {}, settings.requests, self._helper is not None

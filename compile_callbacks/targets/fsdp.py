@@ -18,7 +18,7 @@ WEIGHTS_ARE_SHARDED = "the weights are sharded: FSDP gathers them for each call,
 
 def unsupported_reason(root: nn.Module, configs: Mapping[Phase, Any]) -> str | None:
     """Return why sharded weights do not support the configs, or ``None`` if they do. A `Tune` skips candidates."""
-    for phase, config in configs.items() if _torch.distributed.is_sharded(root) else ():
+    for phase, config in configs.items() if _torch.dynamo.is_sharded(root) else ():
         if isinstance(config, InductorConfig) and config.uses_cudagraphs:
             setting = f"{phase}_mode={config.describe()!r}"
             return f"{setting} records CUDA graphs, but {WEIGHTS_ARE_SHARDED}. Set 'default'"
@@ -35,6 +35,6 @@ def unsupported_strategy_reason(strategy: object) -> str | None:
 
 def check_not_sharded(module: nn.Module) -> None:
     """Check that this process has all weights of a module."""
-    if _torch.distributed.is_sharded(module):
+    if _torch.dynamo.is_sharded(module):
         message = "FSDP shards the weights of module: load a checkpoint into a new module, which has all weights"
         raise ValueError(with_code("CC804", message))

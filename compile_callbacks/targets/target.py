@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Callee:
     @property
     def sharded(self) -> bool:
         """Whether FSDP gathers the weights for each call, and frees them afterwards."""
-        return _torch.distributed.is_sharded(self.module)
+        return _torch.dynamo.is_sharded(self.module)
 
     def uncompilable_reason(self) -> str | None:
         """Return the reason why the callee cannot be compiled, or ``None`` if it can."""
@@ -82,14 +83,15 @@ def compilable_parts(called: Callee) -> list[Callee]:
     # parts run. torchtitan compiles each transformer block for the same reason.
     if called.method not in (None, "forward"):
         return [called]
-    is_unit, fsdp1, name = _torch.distributed.is_fsdp_unit, "FullyShardedDataParallel", strip_fsdp1_names(called.name)
-    units = {path: part for path, part in called.module.named_modules() if is_unit(part, "FSDPModule", fsdp1)}
+    fsdp, name = sys.modules.get("torch.distributed.fsdp"), strip_fsdp1_names(called.name)  # imported if used
+    fsdp1, fsdp2 = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule) if fsdp is not None else ((), ())
+    units = {path: part for path, part in called.module.named_modules() if isinstance(part, (fsdp1, fsdp2))}
     prefix = "" if name == "forward" else name.removesuffix(".forward")
     parts = []
     for path, unit in units.items():
         if not any(other != path and (not path or other.startswith(f"{path}.")) for other in units):
             unit_name = ".".join(part for part in (prefix, strip_fsdp1_names(path)) if part) or name
-            is_fsdp1 = is_unit(unit, fsdp1)
+            is_fsdp1 = isinstance(unit, fsdp1)
             parts.append(Callee(unit_name, unit.module) if is_fsdp1 else Callee(unit_name, unit, "forward"))
     return parts or [Callee(name, called.module, called.method)]
 

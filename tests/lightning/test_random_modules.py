@@ -269,7 +269,6 @@ def assert_counts_are_torchs(report: CompileReport) -> None:
     "ignore:target .* reached torch's recompile limit"
 )  # torch 2.11 counts both phases together
 # torch runs a frame whose loop contains a graph break eagerly, and a warning tells that few weights are compiled.
-@pytest.mark.filterwarnings("ignore:the compiled graphs of target .* use . of its")
 # In torch 2.15, a lookup in the cache of graphs can raise ``KeyError: '___stack0'``, by hand too: with dynamic shapes,
 # the guards of a cached graph name the inputs of another frame.
 @pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None")
