@@ -1,8 +1,8 @@
 """Wraps torch's private modules, with one file for each subsystem. No other package imports private modules of torch.
 
 These files hide the differences between torch versions. Tests run with 2.11 and 2.15. The docstring of a workaround
-contains ``Workaround (torch<2.12): reason`` if a version of torch makes the workaround unnecessary, or
-``Workaround (until ...): reason``. ``tests/unit/test_layers.py`` fails if the oldest supported torch makes a workaround
+contains ``Workaround (torch<2.12; pytorch#1): reason`` if a version of torch makes the workaround unnecessary, or
+``Workaround (until ...; no issue): reason``. ``tests/unit/test_layers.py`` fails if the oldest torch makes a workaround
 of the first kind unnecessary. ``tests/compile/test_workarounds.py`` does so for the second kind and the newest torch.
 """
 

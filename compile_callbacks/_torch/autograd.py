@@ -44,7 +44,7 @@ def saves_through_hooks() -> bool:
 def graph_is_kept() -> bool:
     """Return whether the running backward pass keeps its graph (``retain_graph=True``).
 
-    Workaround (until torch has public functions for this, for `in_backward` and for `saves_through_hooks`).
+    Workaround (until torch has public functions for this, `in_backward` and `saves_through_hooks`; pytorch#131038).
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -52,10 +52,10 @@ def graph_is_kept() -> bool:
 def save_copies(forward_graph: torch.fx.GraphModule, buffers: Collection[int]) -> None:
     """Change a training graph so that it saves copies of its buffers, and of the inputs that it overwrites.
 
-    Workaround (until the partitioner does not save inputs that are written before the backward pass): if the backward
-    pass needs the former value of an input that the graph writes, torch 2.11 to 2.15 save the input itself, and its
-    gradients are wrong. Both kinds of spectral norm do this. If the user's code copies a buffer, Inductor removes the
-    copy and saves the buffer, which later code may write, as a queue of keys::
+    Workaround (until the partitioner does not save inputs that are written before the backward pass; pytorch#197039):
+    if the backward pass needs the former value of an input that the graph writes, torch 2.11 to 2.15 save the input
+    itself, and its gradients are wrong. Both kinds of spectral norm do this. If the user's code copies a buffer,
+    Inductor removes the copy and saves the buffer, which later code may write, as a queue of keys::
 
         before:  copy_(u, new_u); return y, u
         after:   saved = clone(u); copy_(u, new_u); return y, saved
@@ -96,9 +96,9 @@ def _memory(node: Any) -> object:
 def overwrite_no_saved_tensors() -> None:
     """Let the backward pass of the graph that AOTAutograd compiles run more than once (``retain_graph=True``).
 
-    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers): if the graph is kept and
-    ``donated_buffer`` is ``True`` when the backward pass runs, it raises an error, unless the list of the saved tensors
-    that it overwrites is empty instead of missing (2.11 to 2.15).
+    Workaround (until AOTAutograd supports ``retain_graph=True`` with donated buffers; pytorch#130580): if the graph is
+    kept and ``donated_buffer`` is ``True`` when the backward pass runs, it raises an error, unless the list of the
+    saved tensors that it overwrites is empty instead of missing (2.11 to 2.15).
     """
     torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs = []  # type: ignore[union-attr]
 

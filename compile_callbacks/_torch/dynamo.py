@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import operator
 import types
 import warnings
@@ -19,9 +18,6 @@ from torch.distributions import Distribution
 from compile_callbacks._torch import ports, torch_2_11
 from compile_callbacks._torch.graphs import is_wrapper_subclass
 from compile_callbacks._torch.ports import optional
-
-SHARES_RECOMPILE_LIMIT = "isolate_recompiles" not in inspect.signature(torch.compile).parameters
-"""Whether two configs of one code object share a ``recompile_limit``, as before torch 2.13."""
 
 
 def control_flow() -> tuple[type[Exception], ...]:
@@ -85,7 +81,7 @@ hooks_registered: Callable[[], int] = functools.partial(
 def transform_checks() -> tuple[Callable[[], Any], Callable[[], int]]:
     """Return functions for the innermost transform of `torch.func` (or ``None``) and the level of forward AD (or -1).
 
-    Workaround (until torch has public functions for transforms and for the level).
+    Workaround (until torch has public functions for transforms and for the level; no issue).
     """
     level = functools.partial(operator.attrgetter("_current_level"), forward_ad)
     level()
@@ -110,10 +106,10 @@ def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:
 def without_odd_gradients() -> contextlib.AbstractContextManager[Any]:
     """Within the ``with`` block, Dynamo ignores gradients on which it would fail.
 
-    Workaround (until FSDP1 is no longer supported): while FSDP1 has gathered a weight, the gradient of the previous
-    step is still sharded, and Dynamo fails with "attempting to assign a gradient of size ..." (2.11 to 2.15).
+    Workaround (until FSDP1 is no longer supported; pytorch#111317): while FSDP1 has gathered a weight, the gradient of
+    the last step is still sharded, and Dynamo fails with "attempting to assign a gradient of size ..." (2.11 to 2.15).
 
-    Workaround (torch<2.12): for gradients of tensor subclasses, Dynamo fails with "Expected SubclassSymbolicContext".
+    Workaround (torch<2.12; no issue): Dynamo fails on gradients of subclasses: "Expected SubclassSymbolicContext".
     """
     from torch._subclasses import meta_utils
 
@@ -134,7 +130,7 @@ def frames_with_constant_draws() -> Iterator[list[str]]:
     Dynamo replays ``random.random()``. It executes ``random.sample`` (2.15) or methods of a `random.Random` (2.11) only
     while it traces, and compiles code that sets the generator to the state after the trace.
 
-    Workaround (until torch replays these calls or breaks the graph).
+    Workaround (until torch replays these calls or breaks the graph; pytorch#197085).
     """
     from torch._dynamo.convert_frame import register_bytecode_hook
 
@@ -267,12 +263,12 @@ def compile_function(
     ``around`` is called for each frame that torch is about to convert, and returns the result of the conversion. The
     setting ``suppress_errors`` has no effect on these frames: torch would run a frame on which ``around`` failed.
 
-    Workaround (until ``torch.compile`` takes a function that handles the failures of a frame).
+    Workaround (until ``torch.compile`` takes a function that handles the failures of a frame; no issue).
 
     Raises:
         ports.MissingPortError: If torch has changed the conversion of frames.
     """
-    isolate: dict[str, Any] = {"isolate_recompiles": True} if not SHARES_RECOMPILE_LIMIT else {}
+    isolate: dict[str, Any] = {} if torch_2_11.IS_OLDER_THAN_2_13 else {"isolate_recompiles": True}
     wrap = _Conversion if fullgraph else _ConvertFrame
     with ports.essential("frames"):
         # A later frame needs these parts, too late to compile the target in another way.

@@ -64,8 +64,8 @@ def _register_hook(tensor: torch.Tensor, hook: torch.fx.GraphModule, *args: Any)
 def _call_checkpoint(subgraph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Run an activation checkpoint of a captured graph eagerly.
 
-    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly): torch 2.15 does not
-    restore it.
+    Workaround (until `tag_activation_checkpoint` restores the random state when it runs eagerly; pytorch#160773): torch
+    2.15 does not restore it.
     """
     from torch.utils.checkpoint import checkpoint
 

@@ -144,7 +144,7 @@ _cuda_graphs = types.SimpleNamespace(run=True)  # for the process, because autog
 def without_cuda_graphs() -> Iterator[None]:
     """Run the code that `compile_graph` compiled without its CUDA graphs, so that torch records none.
 
-    Workaround (until torch can run compiled code without CUDA graphs): `compile_graph` replaces ``cudagraphify``.
+    Workaround (until torch can run compiled code without CUDA graphs; no issue): ``cudagraphify`` is replaced.
     """
     _cuda_graphs.run = False
     try:

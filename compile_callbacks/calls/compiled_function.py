@@ -219,7 +219,7 @@ class CompiledFunction:
     def _limit_factor(self) -> int:
         """Return by how much torch's recompile limit is too low: torch compiles blocks that differ separately."""
         # Before torch 2.13, all our functions share the user's code object after a graph break, also freed ones.
-        shares = _torch.dynamo.SHARES_RECOMPILE_LIMIT and self._log.recorder.events_of(self._log.key, "graph_break")
+        shares = _torch.torch_2_11.IS_OLDER_THAN_2_13 and self._log.recorder.events_of(self._log.key, "graph_break")
         return len(self._target.members) * (CompiledFunction._compiles if shares else 1)
 
 

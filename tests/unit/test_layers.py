@@ -90,15 +90,17 @@ def test_no_import_points_up():
 
 
 def test_workarounds_are_deleted_when_the_oldest_torch_does_not_need_them():
-    """A workaround is written as ``Workaround (torch<2.13): reason`` or ``Workaround (until condition)``."""
+    """A workaround is ``Workaround (torch<2.13; pytorch#1): reason`` or ``Workaround (until condition; no issue)``."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     (torch,) = [r for r in map(Requirement, project["dependencies"]) if r.name == "torch"]
     oldest = min(Version(specifier.version) for specifier in torch.specifier)
     texts = [path.read_text() for path in (ROOT / "_torch").glob("*.py") if path.name != "__init__.py"]
     workarounds = [condition for text in texts for condition in re.findall(r"Workaround \(([^)]+)\)?", text)]
     assert len(workarounds) > 10
-    assert [w for w in workarounds if not re.match(r"torch<\d+\.\d+$|until ", w)] == []
-    fixed = [w for w in workarounds if w.startswith("torch<") and Version(w.removeprefix("torch<")) <= oldest]
+    told = re.compile(r"(torch<\d+\.\d+|until .+);\s+(no issue|pytorch#\d+(, pytorch#\d+)*)", re.DOTALL)
+    assert [w for w in workarounds if not told.fullmatch(w)] == []
+    versions = [w.partition(";")[0].removeprefix("torch<") for w in workarounds if w.startswith("torch<")]
+    fixed = [version for version in versions if Version(version) <= oldest]
     assert fixed == [], "delete these workarounds"
 
 
