@@ -33,7 +33,7 @@ class CompiledTarget:
     ) -> None:
         self.log, self.key, self.config = log, log.key, config
         self.called = False  # in the phase
-        self.backend = GraphBackend(target, config, log, frozen=frozen)
+        self.backend = GraphBackend(config, log, frozen=frozen)
         self.function = CompiledFunction(target, config, self.backend, log, observed)
         self.weights = WeightWatch(target.members[0].module) if frozen else None  # the target has a single member
         self._recorder = log.recorder

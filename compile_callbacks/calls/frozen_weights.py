@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from compile_callbacks import _torch
 from compile_callbacks.targets.target import Target
@@ -57,14 +58,10 @@ def unwatchable_reason(target: Target) -> str | None:
         return "repeated blocks share a graph, but not their weights"
     module = target.members[0].module
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
-        if _torch.graphs.is_wrapper_subclass(weight):
-            return f"{name!r} is a tensor subclass"
-        try:
-            weight.data_ptr()  # fails for a sparse tensor, and for a lazy weight that is not initialized
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            return f"{name!r} is a tensor whose memory cannot be read: {error}"
-        if weight.is_quantized:
-            return f"{name!r} is quantized"
+        is_dense = not is_lazy(weight) and weight.layout is torch.strided and not weight.is_quantized
+        if not is_dense or _torch.graphs.is_wrapper_subclass(weight):
+            kind = f"{type(weight).__name__} ({weight.dtype}, {weight.layout})"
+            return f"{name!r} is a {kind}, whose contents cannot be watched"
     return None
 
 

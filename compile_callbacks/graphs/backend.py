@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from compile_callbacks.graphs.requests import CompileAnswer, CompileRequest, Wai
 from compile_callbacks.graphs.target_log import TargetLog
 from compile_callbacks.graphs.verification import Verification
 from compile_callbacks.passes.manager import with_passes
-from compile_callbacks.targets.target import Target
 
 _WRONG_FUNCTION = (
     "torch older than 2.13 computes wrong gradients if it captures a torch.autograd.Function whose forward changes a "
@@ -42,14 +40,12 @@ class GraphBackend:
     If Inductor or a graph pass fails on a graph, or the process was asked to stop, the graph runs eagerly.
     """
 
-    def __init__(self, target: Target, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
+    def __init__(self, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
         self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
         self.graphs = 0  # the number of compiled graphs
         self.frozen = frozen  # whether the weights are frozen
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
-        # torch never frees a backend, so a backend must not keep the module alive.
-        self._target = weakref.ref(target)
         self._config = config
         self._passes = (*log.settings.passes, *config.passes)
         self._log = log
@@ -58,7 +54,7 @@ class GraphBackend:
 
     def compile(self, graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a captured graph. ``torch.compile`` gets this method as its ``backend``."""
-        log, config, target = self._log, self._config, self._target()
+        log, config = self._log, self._config
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         if log.recorder.stopping():
             log.recorder.record("fallback", log.key, reason="the run was asked to stop before the compile began")
@@ -78,13 +74,12 @@ class GraphBackend:
         self.has_collective |= (has_collective := communicates(graph_module))  # the copy has no metadata of DTensors
         statistics = [i for i in written_statistics(eager) if not example_inputs[i].is_inference()]
         graph = CompiledGraph(eager, log, operator.itemgetter(*statistics) if statistics else None, has_collective)
-        modules = [weakref.ref(member.module) for member in target.members] if target is not None else []
 
         def use(compiled: Callable[..., Any], fits: Callable[[Sequence[Any]], bool] | None = None) -> None:
             if options.get("triton.cudagraphs") and device.type == "cuda":
                 compiled = CudaGraph(compiled, device.index)
             if log.settings.verify != "off":  # the next call compares the code with eager
-                graph.verification = Verification(compiled, eager, options, modules, log, has_collective)
+                graph.verification = Verification(compiled, eager, options, log, has_collective)
             graph.compiled, graph.fits = compiled, fits
 
         if not self._is_requested(graph_module, example_inputs, arguments, use):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,6 @@ class Verification:
     compiled: Callable[..., Any]
     eager: torch.fx.GraphModule
     options: Mapping[str, Any]
-    modules: Iterable[Callable[[], torch.nn.Module | None]]  # weak references; torch never frees compiled code
     log: TargetLog
     communicates: bool  # with other processes
 
@@ -99,7 +98,8 @@ class Verification:
             unnoticed.enter_context(_torch.inductor.without_cuda_graphs())
             facts = _torch.graphs.examine_graph(self.eager, inputs)
             with_gradients = trains and not facts.has_subclasses
-            runs = _Runs(inputs, self._names(inputs), facts, with_gradients, before)
+            names = [node.name for node in self.eager.graph.find_nodes(op="placeholder")]
+            runs = _Runs(inputs, names, facts, with_gradients, before)
             runs.check_memory(device)
             expected = runs.run(self.eager.forward)
             # Two sets of gradients may not fit into the memory of a GPU.
@@ -124,14 +124,6 @@ class Verification:
             comparison = accuracy.compare_results(expected, actual, accuracy.tolerance(facts.dtypes, device), in_double)
         outputs_only = comparison.verdict == "equal" and trains and not with_gradients
         return replace(comparison, verdict="outputs only") if outputs_only else comparison
-
-    def _names(self, inputs: Sequence[Any]) -> list[str]:
-        """Return the names of a graph's inputs: the names of parameters and buffers, or positions."""
-        names: dict[int, str] = {}
-        for module in filter(None, (reference() for reference in self.modules)):
-            names |= {id(buffer): f"buffer {name!r}" for name, buffer in module.named_buffers()}
-            names |= {id(parameter): f"parameter {name!r}" for name, parameter in module.named_parameters()}
-        return [names.get(id(value), f"input {position}") for position, value in enumerate(inputs)]
 
 
 @dataclass(eq=False)

@@ -221,8 +221,10 @@ class CompileRecorder:
     def limit_reached(self, key: CompileKey) -> None:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if all(event.code != "CC103" for event in self.events_of(key, "fallback")):
-            last, reason = next(reversed(self.events_of(key, "recompile")), None), "torch's recompile limit is reached"
-            reason += f"; the last reason: {last.reason}" if last is not None else ""
+            last = next(reversed(self.events_of(key, "recompile")), None)
+            reason = (
+                f"torch's recompile limit is reached; the last reason: {last.reason if last else 'unknown to torch'}"
+            )
             self.record("fallback", key, reason=reason, fix=last and last.fix, code="CC103")
 
     # ------------------------------------------------------------------------------------------ recording

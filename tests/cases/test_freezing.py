@@ -166,7 +166,7 @@ def lazy():
     [
         (lazy, lambda net: net[0].weight, "'0.weight'"),
         (sparse, lambda net: net.net.adjacency, "'net.adjacency'"),
-        (subclass, lambda net: net.net.bias, "'net.weight' is a tensor subclass"),
+        (subclass, lambda net: net.net.bias, "'net.weight' is a TwoTensor"),
     ],
 )
 def test_other_kinds_of_weights_predict_as_eager_and_are_not_frozen(make, edit, message):

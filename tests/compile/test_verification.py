@@ -67,7 +67,7 @@ def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(
     no_gpu = pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU")
     with no_gpu if mode == "reduce-overhead" else contextlib.nullcontext():
         module = compiled(plain(), passes=[WrongBackward()], train_mode=mode)
-    with pytest.warns(CompileWarning, match=r"the gradient of parameter '\d\.\w+' has a relative error of 2 \(tol"):
+    with pytest.warns(CompileWarning, match=r"the gradient of l_\w+ has a relative error of 2 \(tol"):
         train_step(module, inputs())
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
 
@@ -90,7 +90,7 @@ WRONG = {
         classes,
         (64, 16),
         WrongRows("backward", (10, 32), 0, 1),
-        r"the gradient of parameter '2\.weight' has a relative error of 0\.[234]",
+        r"the gradient of l_\w+_2_parameters_weight_ has a relative error of 0\.[234]",
     ),
     "the last rows": (
         classes,
@@ -102,7 +102,7 @@ WRONG = {
         lambda: nn.Sequential(nn.Linear(16, 10), Noise(nn.Identity())),
         (64, 16),
         WrongRows("backward", (10, 16), 0, 1, math.nan),
-        r"gradient of parameter '0\.weight' has a relative error of inf .* no float64 reference",
+        r"gradient of l_\w+_0_parameters_weight_ has a relative error of inf .* no float64 reference",
     ),
     "integers": (Indices, (64, 16), Doubling(torch.ops.aten.argmax.default, factor=3), "output 1 differs in "),
 }
