@@ -22,10 +22,9 @@ def callbacks_from_environment() -> list[Callback]:
     if not (value := os.environ.get(VARIABLE, "")) or IS_HELPER in os.environ:
         return []
     from compile_callbacks.callbacks.inductor_compile import InductorCompile
-    from compile_callbacks.tuning.fast import FAST
     from compile_callbacks.tuning.tune import as_phase_config
 
-    value = FAST if value == "1" else value
+    value = "fast" if value == "1" else value
     as_phase_config(value, VARIABLE)  # an error names the variable
     callback = InductorCompile(value, value)
     callback.from_environment = True

@@ -60,8 +60,8 @@ class InductorCompile(Callback):
             Other choices: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an `InductorConfig`, or a mapping of
             its fields. ``"auto"``, a `Tune` or a mapping of its fields measures several settings and selects the
-            fastest. ``"eager"`` and ``None`` do not compile the phase: it runs as
-            without the callback, with the modules that you compiled yourself.
+            fastest. ``"eager"`` and ``None`` do not compile the phase: it runs as without the callback, with the
+            modules that you compiled yourself.
         infer_mode: The settings for sanity check, validation, test and predict, with the same choices.
         targets: The modules and methods to compile: dotted names of submodules or methods (``"net"``,
             ``"training_step"``), or globs (``"encoder.layers.*"``). ``"forward"`` is the LightningModule's own call.
@@ -107,8 +107,7 @@ class InductorCompile(Callback):
     _active: Session | None = None  # the session if it is running
     _trainer: Trainer | None = None  # the trainer of the running call, unless its rest runs eagerly
     _key_matcher: RemovableHandle  # the hook on the module that matches ``_orig_mod.`` keys
-    from_environment = False
-    """Whether the variable ``COMPILE_CALLBACKS`` added it. Next to another `InductorCompile`, it then does nothing."""
+    from_environment = False  # whether the variable ``COMPILE_CALLBACKS`` added it, so that it yields to another one
     _printed = False  # whether the report was printed
     _global_step_before: int | None = None  # at the start of a timed step
     _misconfiguration: type[Exception] = MisconfigurationException
@@ -249,14 +248,11 @@ class InductorCompile(Callback):
         try:
             if self.session is not None:
                 self.session.end(keep_compiled=self.arguments.keep_compiled)
-        except Exception as error:
-            self._give_up("clean up after the run", error)
-        try:
             self._write_report(trainer, exception)
         except Exception as error:
             if exception is not None:
                 raise
-            self._give_up("write the report", error)
+            self._give_up("end the run", error)
 
     def _write_report(self, trainer: Trainer, exception: BaseException | None) -> None:
         """Write the report to the loggers, a file and the terminal, and issue the warnings about the whole run."""

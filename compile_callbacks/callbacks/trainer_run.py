@@ -37,8 +37,7 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     train = math.inf if estimated < 0 else max(0.0, estimated * trainer.accumulate_grad_batches - done)
     of_validation = float(sum(trainer.num_val_batches))  # 0 if the loaders are not created yet
     between = trainer.val_check_batch  # infinite if an epoch of unknown length ends with it; None if it runs by time
-    if between is not None and math.isinf(between):
-        between = trainer.num_training_batches
+    between = trainer.num_training_batches if between == math.inf else between
     infer = math.inf
     if of_validation and between is not None and math.isfinite(train + between):
         infer = (train // (between * (trainer.check_val_every_n_epoch or 1)) + trainer.validating) * of_validation

@@ -153,12 +153,8 @@ class PhaseTimes:
         self._phase = phase
         self._records: dict[Any, _Record] = {}
         self.peak_mib: dict[str | None, float] = {}
-        """The peak of GPU memory in steps of each variant, if a step raised the peak of the process.
-
-        The peak is that of the CUDA allocator on the current device, including weights and optimizer state. It is not
-        reset, because the user's own code may read it. With CUDA graphs, a replay allocates no memory, so the recording
-        is measured.
-        """
+        """The peak of the CUDA allocator in steps of each variant, if a step raised that of the process. Nothing resets
+        it, because the user's own code may read it. With CUDA graphs, only the recording allocates memory."""
         self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
         self._since_compile: Counter[str | None] = Counter()  # steps of each variant
         self._last_timed = Step(end=0.0)

@@ -13,8 +13,7 @@ from compile_callbacks.profiling.recompiles import short_reason
 from compile_callbacks.report.figures import PhaseReport
 
 MAX_STEP_TIME_VARIATION = 0.25
-"""The largest ± of a step time, as a share of its median, for which the verdict line does not ask for another run. At
-this value, the quartiles are 0.75 and 1.25 times the median, which differ by as much as compiling often gains."""
+"""The largest ± of a step time, as a share of its median, that is not noise. Compiling often gains as much."""
 
 _CLEAR_DIFFERENCE = 1.1  # the factor between two medians that a reader does not call equal
 _EXPLAIN = "compile-callbacks explain"
@@ -33,8 +32,7 @@ def describe_verdict(phase: Phase, report: PhaseReport) -> str:
         return ""
     if net <= -0.05 and report.verdict != "compile time not repaid":  # the table shows a smaller loss as 0.0
         claim += f"; lost {_duration(-net)} so far"
-    if report.mode_reason:
-        claim += f"; mode {report.mode} ({report.mode_reason})"
+    claim += f"; mode {report.mode} ({report.mode_reason})" if report.mode_reason else ""
     without_effect = _event(report, "freezing") or _event(report, "cudagraph_skip")
     if without_effect and without_effect["why"] not in claim:
         claim += f"; {without_effect['why']}"

@@ -99,7 +99,7 @@ def test_an_exception_at_the_end_of_a_run_leaves_the_module_uncompiled(monkeypat
 
     monkeypatch.setattr(callback_handler, "end_callbacks", Fails())
     module = seeded()
-    with pytest.warns(CompileWarning, match="could not clean up after the run: RuntimeError: no more events"):
+    with pytest.warns(CompileWarning, match="could not end the run: RuntimeError: no more events"):
         trainer(InductorCompile(None, "default", targets=["net"], baseline_steps=0)).validate(module, loader(1))
     assert no_dispatcher(module)
 
