@@ -175,7 +175,7 @@ class PhaseTimes:
         self.number += 1
         step.number, variant, since = self.number, step.variant.name, self._since_compile
         key = variant, step.kind, step.compiling, stage
-        record = self._records.setdefault(key, _Record(*key))
+        record = self._records.get(key) or self._records.setdefault(key, _Record(*key))
         record.steps += 1
         if variant != self.last.variant:
             since[variant] = min(since[variant], WARMUP_STEPS - 1)
