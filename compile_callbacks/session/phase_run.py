@@ -82,14 +82,11 @@ class PhaseRun(Contest):
 
     def waits(self, variant: Variant) -> Variant | None:
         """Return the variant to run while another process compiles this one, or ``None`` if this one runs."""
-        requests = self._requests
-        if not self.conditions.in_background or self._loaded:
-            return None
-        if requests.waits(self.phase, variant.name):
+        if not self._loaded and self._requests.waits(self.phase, variant.name):
             return WAITING_VARIANT
-        if variant.name is not None:  # a candidate of a `Tune`
+        if self._loaded or variant.name is not None:  # or a candidate of a `Tune`
             return None
-        if requests.failure is not None:
+        if self._requests.failure is not None:
             return EAGER_VARIANT
         self._loaded = bool(self.events("compile"))
         return EAGER_VARIANT if not self._loaded and self._is_too_short() else None
@@ -97,8 +94,7 @@ class PhaseRun(Contest):
     def _is_too_short(self) -> bool:
         """Return whether the rest of the run is too short to repay a compile, and record it once."""
         seconds = self.steps_left * (median_ms(self.times.times().eager_ms) or math.inf) / 1000
-        is_short = seconds < LEAST_SECONDS
-        if is_short and not self.events("not_requested"):
+        if (is_short := seconds < LEAST_SECONDS) and not self.events("not_requested"):
             reason = f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)"
             self._recorder.record("not_requested", CompileKey("the module", self.phase), reason=reason)
         return is_short
@@ -131,6 +127,5 @@ class PhaseRun(Contest):
         if stage.phase == "train":  # the backward pass depends on the weights that require grad
             known["trained"] = zlib.crc32(bytes(weight.requires_grad for weight in self._module.parameters()))
         if isinstance(self.settings, Tune):
-            # The first step of a stage compares frozen weights, and frozen weights need other code.
-            known |= {"first": step.first, "frozen": stage.weights_frozen}
+            known |= {"first": step.first, "frozen": stage.weights_frozen}  # the first step compares frozen weights
         return ", ".join(f"{name}={value}" for name, value in known.items())

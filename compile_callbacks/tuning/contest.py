@@ -127,7 +127,7 @@ class Contest:
         its code, the fastest so far runs.
         """
         variant = self.turn.variant if self.turn else self.chosen
-        waiting = None if variant.config is None else self.waits(variant)
+        waiting = self.waits(variant) if variant.config is not None and self.conditions.in_background else None
         if waiting is None:
             return variant, self.turn is not None
         return (self.best.variant if self.best.variant.config and waiting is WAITING_VARIANT else waiting), False
