@@ -326,7 +326,7 @@ class Wide(Wrapper):
         x = self.net[0](x)
         for _ in range(6):
             x = x + self.net[1](x).tanh()
-        return self.net[2](x)
+        return self.net[2](x) / 100  # or the losses explode
 
 
 def test_the_largest_batch_that_fits_in_default_also_fits_in_fast():
