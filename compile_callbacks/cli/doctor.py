@@ -21,9 +21,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.files import installed_version
 from compile_callbacks._utils.messages import describe_failure, in_one_line
 from compile_callbacks.report.render import print_texts
+from compile_callbacks.session.grad_mode import compile_phases, restore
 
 _FIXES = {
     r"Python\.h": f"apt-get install python{sys.version_info.major}.{sys.version_info.minor}-dev",
@@ -107,10 +109,25 @@ def check_compile(device: str) -> Check:
     return Check("ok", f"an addition compiled in {time.perf_counter() - started:.1f} s, with the right sum")
 
 
+def check_torch() -> Check:
+    """Check that the private parts of torch are there with which this library compiles a training step."""
+    net = torch.nn.Linear(1, 1)
+    options = {"fallback_by_default": True}  # compiles no C++
+    try:
+        compile_phases(net, {"options": options}, None)(torch.ones(2, 1)).sum().backward()
+    finally:
+        restore(net)
+    if not (notes := _torch.ports.notes()):
+        return Check("ok", "all are there")
+    fix = "update compile-callbacks, or install torch {}.{}".format(*_torch.ports.NEWEST_TESTED)
+    return Check("warning", "; ".join(notes), "some figures or repairs are missing, or modules run uncompiled", fix)
+
+
 _CHECKS: dict[str, Callable[[], Check | None]] = {
     "python": lambda: Check("ok", platform.python_version()),
     **{package: partial(check_package, package) for package in _PACKAGES},
     "GPU": check_gpu,
+    "parts of torch": check_torch,
     "compile on CPU": partial(check_compile, "cpu"),
     "compile on GPU": lambda: check_compile("cuda") if torch.cuda.is_available() else None,
 }
