@@ -133,11 +133,10 @@ def _comparable(errors: dict[tuple[int, str], float], eager: _Run, again: _Run, 
 
 
 def _gradient_error(run: _Run, eager: _Run, step: int) -> float:
-    names = [name for at, name in eager.values if at == step and name.startswith("gradient")]
-    pairs = [(run.values.get((step, name)), eager.values[step, name]) for name in names]
-    tensors = [pair for pair in pairs if all(isinstance(value, torch.Tensor) for value in pair)]
-    norm = math.hypot(*(float(_double(b).norm()) for _, b in tensors))
-    return math.hypot(*(float((_double(a) - _double(b)).norm()) for a, b in tensors)) / norm if norm else 0.0
+    """Return the relative error of all gradients of a step together."""
+    runs, keys = (run.values, eager.values), [key for key in eager.values if key[1].startswith("gradient")]
+    keys = [key for key in keys if key[0] == step and all(isinstance(x.get(key), torch.Tensor) for x in runs)]
+    return _error(*(torch.cat([_double(x[key]).flatten() for key in keys]) for x in runs)) if keys else 0.0
 
 
 def _double(tensor: Any) -> torch.Tensor:
