@@ -39,10 +39,11 @@ def settings() -> Any:
 def import_inductor(*, starts_processes: bool = False) -> float:
     """Import Inductor's compiler, as the first compile does, and return the seconds that this took (one or more)."""
     started = time.perf_counter()
-    from torch._inductor import async_compile, compile_fx  # noqa: F401
+    import torch._inductor.async_compile
+    import torch._inductor.compile_fx
 
     if starts_processes:  # as ``backend="inductor"`` does. Without them, Inductor compiles one kernel at a time.
-        async_compile.maybe_warm_pool()
+        torch._inductor.async_compile.maybe_warm_pool()
     return time.perf_counter() - started
 
 
