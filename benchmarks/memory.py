@@ -29,7 +29,7 @@ LESS: dict[str, Any] = {"baseline_steps": 0, "verify": "off"}
 CALLBACKS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "torch.compile by hand": None,
-    "InductorCompile()": {},
+    'InductorCompile("default")': {},
     "baseline_steps=0": {"baseline_steps": 0},
     'baseline_steps=0, verify="off"': LESS,
     'baseline_steps=0, verify="off", budget': LESS,

@@ -16,9 +16,9 @@ from tables import Row, in_order, parser_for, print_columns
 BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
 WAYS = {
     "auto": Variant('InductorCompile("auto")', "fit", "callback", "auto"),
-    "background": Variant("InductorCompile(background=True)", "fit", "callback", "default", background=True),
+    "background": Variant('InductorCompile("default", background=True)', "fit", "callback", "default", background=True),
     "eager": Variant("eager", "fit"),
-    "default": Variant("InductorCompile()", "fit", "callback", "default"),
+    "default": Variant('InductorCompile("default")', "fit", "callback", "default"),
     "reduce-overhead": Variant('InductorCompile("reduce-overhead")', "fit", "callback", "reduce-overhead"),
     "hand": Variant("child compiled by hand, default", "fit", "child", "default"),
     "hand-reduce-overhead": Variant("child compiled by hand, reduce-overhead", "fit", "child", "reduce-overhead"),
