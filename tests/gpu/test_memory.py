@@ -106,7 +106,7 @@ class Reserved(Classifier):
 def test_memory_that_only_eager_steps_need_is_freed_after_the_first_compiled_step():
     torch.cuda.empty_cache()
     module = seeded(Reserved)
-    trainer(InductorCompile(targets=["net"], baseline_steps=3), accelerator="cuda").fit(module, loader(12))
+    trainer(InductorCompile("default", targets=["net"], baseline_steps=3), accelerator="cuda").fit(module, loader(12))
     eager, compiled = module.reserved[WARMUP_STEPS + 2], module.reserved[WARMUP_STEPS + 3 :]
     assert eager > 16 * 4096 * 4096 * 4  # sixteen values
     assert max(compiled) < eager / 2
