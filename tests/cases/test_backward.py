@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
+from compile_callbacks import compile_phases, report_of, restore
 from tests.cases import zoo
 from tests.cases.case import Case, check
-from tests.support.models import FEATURES, Classifier, fit, mlp, seeded
+from tests.support.models import FEATURES, Classifier, mlp, seeded
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -60,9 +60,6 @@ KEPT = [
     keeps("baseline", lambda: zoo.Repeated(zoo.kept, zoo.normalized()), callback={"baseline_steps": 2}),
     keeps("twice", lambda: BackwardTwice(zoo.normalized())),
     keeps("twice by an instance", backward_of_instance),
-    keeps("physics-informed", zoo.Physics, callback={"targets": None, "baseline_steps": 2}, train=(4,) * 12,
-          expect={"train.graphs": 0, "train.fallbacks": ..., "train.diagnostics.eager_calls": ...},
-          codes=("CC303",) * 2),
     *(
         pytest.param(keeps(f"gpu {name} {mode}", manual(make, first), callback={"train_mode": mode}, expect=expect,
                            **ON_GPU), marks=pytest.mark.gpu)
@@ -117,21 +114,3 @@ def test_backward_pass_frees_the_inputs_of_its_call():
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(out.sum(), x, retain_graph=True)
     restore(net)
-
-
-class Penalized(zoo.Critic):
-    penalty = True
-
-    def training_step(self, batch, batch_idx):
-        if self.penalty:
-            return super().training_step(batch, batch_idx)
-        return Classifier.training_step(self, batch, batch_idx) + self.critic(batch[0]).square().mean()
-
-
-def test_eager_steps_forget_that_an_earlier_run_differentiated_gradients(tmp_path, monkeypatch):
-    settings = {"baseline_steps": 2, "cache_dir": tmp_path, "verify": "off"}
-    with pytest.warns(CompileWarning, match="CC303"):
-        fit(InductorCompile(**settings), make=Penalized)
-    monkeypatch.setattr(Penalized, "penalty", False)
-    fit(ours := InductorCompile(**settings), make=Penalized)
-    assert ours.report.train.graphs == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from compile_callbacks import CompileError, InductorCompile, InductorConfig, compile_phases, restore
+from compile_callbacks import CompileError, InductorCompile, compile_phases, restore
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.cases.zoo import OLDEST, PYTHON_STATE, Calls, Counting
@@ -53,10 +53,6 @@ def few_recompiles():
 
 COUNTS_AND_BREAKS = net(Counting, zoo.breaks_before_blocks)
 ITEM, SEVERAL_BREAKS = (lambda run=run: Classifier(Calls(mlp(), run)) for run in (zoo.item, zoo.several_breaks))
-FORBIDDEN = {
-    "fullgraph": (COUNTS_AND_BREAKS, InductorConfig(fullgraph=True)),
-    "context": (net(Counting, zoo.breaks_although_forbidden), "default"),
-}
 FAILED = {"train.graphs": 0, "train.fallbacks": 1, "train.diagnostics.eager_calls": {"net": 12}}
 CASES = [
     case("Dynamo fails behind a break", COUNTS_AND_BREAKS, codes=("CC301",), inside=dynamo_fails("torch_dynamo_resume"),
@@ -66,8 +62,8 @@ CASES = [
          inside=dynamo_fails("net_train")),  # no block is compiled alone
     case("Dynamo fails, and torch suppresses errors", COUNTS_AND_BREAKS, codes=("CC301",), expect=FAILED,
          inside=dynamo_fails("net_train", suppress_errors=True)),
-    *[case(f"forbidden break, {name}", make, 12, {"train_mode": mode}, expect=FAILED, codes=("CC301",))
-      for name, (make, mode) in FORBIDDEN.items()],
+    case("forbidden break", COUNTS_AND_BREAKS, callback={"train_mode": {"fullgraph": True}}, expect=FAILED,
+         codes=("CC301",)),
 ]  # fmt: skip
 
 
@@ -118,11 +114,10 @@ def test_verify_decides_what_a_constant_draw_does():
         check(state_case(kind, baseline_steps=3, verify="off"))
 
 
-@pytest.mark.parametrize(("make", "mode"), FORBIDDEN.values(), ids=FORBIDDEN)
-def test_a_forbidden_graph_break_is_an_error_if_the_user_wants_errors(make, mode):
-    callback = InductorCompile(mode, None, targets="net", baseline_steps=0, on_error="raise")
+def test_a_forbidden_graph_break_is_an_error_if_the_user_wants_errors():
+    callback = InductorCompile({"fullgraph": True}, None, targets="net", baseline_steps=0, on_error="raise")
     with pytest.raises(RuntimeError, match=r"compiling target 'net' for the train phase failed.*graph_break"):
-        fit(callback, make=make, validation=None)
+        fit(callback, make=COUNTS_AND_BREAKS, validation=None)
 
 
 def test_an_eager_call_at_the_recompile_limit_is_no_sample():
@@ -173,12 +168,6 @@ def auto(steps=150, make=ITEM, **settings):
     fit(callback, make=make, train=steps, validation=None)
     train = callback.report.train
     return train, {trial["candidate"]: trial for trial in train.diagnostics.trials}
-
-
-def test_auto_keeps_no_setting_whose_steps_are_not_faster_than_with_the_break(monkeypatch):
-    Times(monkeypatch, train=MS | {HEALED: 20_000})
-    train, trials = auto()
-    assert (train.mode, trials[HEALED]["verdict"]) == ("default", "not faster")
 
 
 def test_auto_sets_nothing_that_lets_torch_guess_a_size(monkeypatch):

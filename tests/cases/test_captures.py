@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, hessian, jacfwd, jvp, vmap
+from torch.func import hessian, jacfwd, vmap
 
 from compile_callbacks import CompileError, InductorBackend, compile_phases, report_of, restore
 from tests.cases import zoo
@@ -24,7 +24,6 @@ CAPTURES_WRONGLY = torch.__version__ < "2.13"
 TRAIN = {"infer_mode": None}
 DERIVATIVES = {
     "laplacian": lambda f, points: vmap(hessian(f))(points).diagonal(dim1=1, dim2=2).sum(1),
-    "second": lambda f, points: vmap(lambda point: jvp(grad(f), (point,), (torch.ones_like(point),))[1])(points),
     "jacobian": lambda f, points: vmap(jacfwd(f))(points),
 }
 FUNCTIONS: dict[str, Any] = {how.replace(" ", "_"): functools.partial(zoo.function_that, how) for how in zoo.MULTIPLY}

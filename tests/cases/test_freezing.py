@@ -28,7 +28,6 @@ def changed(changes, **layers):
 
 
 blocks = changed(zoo.BLOCK_CHANGES, a=zoo.block, b=zoo.block, c=zoo.block)
-parts = changed(zoo.PART_CHANGES, a=zoo.turning, b=zoo.Adapted, c=zoo.Late)
 SHARED = {"train_mode": None, "infer_mode": FREEZING, "baseline_steps": 1, "targets": ["list.net.*"]}
 SAID = {"codes": ("CC204",), "says": "repeated blocks share a graph, but not their weights"}
 CHANGED = {f"train.{name}": ANY for name in ("graphs", "graph_breaks", "recompiles", "diagnostics.eager_calls")}
@@ -36,7 +35,6 @@ WHOLE, EACH = ({**TRAIN, "targets": [targets]} for targets in ("logits", "[abc]"
 CASES = [
     Case(name="blocks", make=blocks, train=(4,) * 20, callback=WHOLE, expect=CHANGED),
     Case(name="blocks that share a graph", make=blocks, train=(4,) * 12, callback=EACH, expect=CHANGED),
-    Case(name="parts", make=parts, train=(4,) * 14, callback=TRAIN, expect=CHANGED),
     Case(name="frozen blocks", make=zoo.layers, callback=SHARED, expect={"infer.graphs": 3}, **SAID),
 ]
 
@@ -139,12 +137,6 @@ def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(base
     assert "freezing has no effect on steps that change the weights" in str(callback.report)
 
 
-def sparse():
-    linear = nn.Linear(FEATURES, CLASSES)
-    linear.register_buffer("adjacency", (torch.eye(FEATURES) * 2).to_sparse_coo())
-    return zoo.Calls(linear, lambda net, x: net((net.adjacency @ x.t()).t()))
-
-
 def subclass():
     """The weight is a tensor subclass."""
     linear = nn.Linear(FEATURES, CLASSES)
@@ -157,15 +149,11 @@ def lazy():
     return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(CLASSES))
 
 
-# torch compiles no graph with sparse tensors
-@pytest.mark.filterwarnings("ignore:target 'net' ran in the infer phase without a compiled graph")
-@pytest.mark.filterwarnings("ignore:freezing has no effect on target 'net' in the infer phase. 'net.adjacency'")
 @pytest.mark.filterwarnings("ignore:TwoTensor does not implement _stable_hash_for_caching")
 @pytest.mark.parametrize(
     ("make", "edit", "message"),
     [
         (lazy, lambda net: net[0].weight, "'0.weight'"),
-        (sparse, lambda net: net.net.adjacency, "'net.adjacency'"),
         (subclass, lambda net: net.net.bias, "'net.weight' is a TwoTensor"),
     ],
 )
@@ -183,5 +171,4 @@ def test_other_kinds_of_weights_predict_as_eager_and_are_not_frozen(make, edit, 
     with pytest.warns(CompileWarning, match=f"freezing has no effect.*{message}"):
         ours = predictions(callback)
     torch.testing.assert_close(ours, predictions(), **FLOAT32)
-    if make is not sparse:
-        assert (callback.report.infer.graphs, callback.report.infer.fallbacks) == (1, 0)
+    assert (callback.report.infer.graphs, callback.report.infer.fallbacks) == (1, 0)

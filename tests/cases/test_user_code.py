@@ -9,7 +9,7 @@ from torch import nn
 from compile_callbacks import compile_phases, report_of, restore
 from tests.cases import zoo
 from tests.cases.case import UNSURPRISING, Case, check
-from tests.support.models import FEATURES, Wrapper, mlp
+from tests.support.models import FEATURES, Wrapper
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [
@@ -35,12 +35,6 @@ def reads_tokens(net, x):
 def tokens():
     embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10)
     return nn.ModuleList([embedding, zoo.Calls(nn.ModuleList([nn.Embedding(10, 8), head]), zoo.language_model)])
-
-
-def is_sparse(net, x):
-    output = net(x)
-    assert output.is_sparse
-    return output.to_dense()
 
 
 def counts_calls():
@@ -76,13 +70,7 @@ CASES = [
     case("one input three times", lambda: nn.MultiheadAttention(FEATURES, 2, batch_first=True), attends),
     case("a view of a batch, and one tensor under two names", tokens, reads_tokens,
          callback={"targets": ["net.0", "net.1"]}, expect={"train.graphs": 2}),
-    case("sparse output", lambda: zoo.Calls(mlp(), lambda net, x: net(x).to_sparse()), is_sparse,
-         expect={"train.graph_breaks": 1}),
     case("calls", counts_calls, train=(4, 5, 6), expect={"train.graphs": 3, "train.recompiles": 2}),
-    # No graph computes with the value of a tensor. If Dynamo skips the caller, it compiles the forward of an inner
-    # wrapper separately; those of torch.nn it does not.
-    case("positions", lambda: zoo.Calls(Wrapper(), lambda net, x, length: net(x) + torch.arange(0, length)),
-         lambda net, x: net(x, torch.tensor(3)), expect={"train.graph_breaks": 1, "train.graphs": ...}),
     wrong("checkpoint, wrong in a later call", lambda: zoo.around(nn.ReLU()), 5),
     wrong("checkpoint, wrong behind a graph break", zoo.breaking, **{"train.fallbacks": 2}),
     # Calls that are not transformed are compiled.

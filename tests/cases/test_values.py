@@ -99,29 +99,17 @@ def test_a_run_of_generated_code_equals_eager(case):
     check(case)
 
 
-def ten_strings(step):
-    return 20, f"name {step % 10}"
+BATCH_NORM = Case(
+    name="batch norm",
+    make=zoo.CallsTwice,
+    train=(20,) * 24,
+    **ONLY_TRAIN | {"callback": {"train_mode": {"dynamic": False}, "infer_mode": "eager", "targets": "net"}},
+    expect=eager_calls({"net": 18}, {}) | {"train.graphs": 3, "train.recompiles": 2, "train.fallbacks": 1},
+    codes=("CC103",),
+    inside=functools.partial(torch._dynamo.config.patch, recompile_limit=3),
+)
 
 
-def many_sizes(step):
-    return 2 + step % 12, "a"
-
-
-BATCH_NORM = [
-    Case(
-        name=first_call.__name__,
-        make=functools.partial(zoo.CallsTwice, first_call),
-        train=(20,) * 24,
-        **ONLY_TRAIN | {"callback": {"train_mode": {"dynamic": False}, "infer_mode": "eager", "targets": "net"}},
-        expect=eager_calls({"net": calls}, {}) | {"train.graphs": 3, "train.recompiles": 2, "train.fallbacks": 1},
-        codes=("CC103",),
-        inside=functools.partial(torch._dynamo.config.patch, recompile_limit=3),
-    )
-    for first_call, calls in ((ten_strings, 18), (many_sizes, 20))  # only first calls of the 24 steps
-]
-
-
-@pytest.mark.parametrize("case", BATCH_NORM, ids=str)
 @pytest.mark.usefixtures("recompiles_at_once")
-def test_eager_and_compiled_calls_of_a_batch_norm_share_a_step(case):
-    check(case)
+def test_eager_and_compiled_calls_of_a_batch_norm_share_a_step():
+    check(BATCH_NORM)

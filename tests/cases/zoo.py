@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import copy
@@ -124,14 +123,12 @@ class CallsTwice(Classifier):
     The network takes a string, for whose values torch compiles separate graphs until it reaches its limit.
     """
 
-    def __init__(self, first_call):
+    def __init__(self):
         super().__init__(Calls(mlp(), lambda net, x, name="a": net(x) * 2 if name == "two" else net(x)))
-        self.first_call = first_call
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        size, name = self.first_call(batch_idx)
-        loss = cross_entropy(self.net(x[:size], name), y[:size]) + cross_entropy(self.net(x), y)
+        loss = cross_entropy(self.net(x, f"name {batch_idx % 10}"), y) + cross_entropy(self.net(x), y)
         self.losses.append(loss.item())
         return loss
 
@@ -147,20 +144,6 @@ class Critic(Classifier):
         x = batch[0].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
         return super().training_step(batch, batch_idx) + (gradient.norm(dim=1) - 1).square().mean()
-
-
-class Force(nn.Module):
-    """Computes gradients in its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.energy = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        energy = self.energy(x)
-        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return energy + force[:, :CLASSES]
 
 
 # ------------------------------------------------------------------------------------------ shapes and recompiles
@@ -256,12 +239,6 @@ def breaks_before_blocks(net, x):
     hidden = net.net(x)
     torch._dynamo.graph_break()
     return net.blocks(hidden)
-
-
-def breaks_although_forbidden(net, x):
-    with torch._dynamo.error_on_graph_break(True):
-        torch._dynamo.graph_break()
-    return net.net(x)
 
 
 class Scaled(Wrapper):
@@ -447,26 +424,18 @@ class Patched(Logits):
         assert all(any(value is own for value in vars(part).values()) for part, own in parts)
 
 
-class Asynchronous(Wrapper):
-    async def forward(self, x):
-        return self.net(x)
-
-    encode = forward
-
-
 class Unsupported(Logits):
-    """Calls a scripted and a traced child, and awaits the call and a method of others."""
+    """Calls a scripted and a traced child."""
 
     def __init__(self):
-        super().__init__(waits=Asynchronous, encodes=Asynchronous)
+        super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates TorchScript
             self.scripted = torch.jit.script(nn.Linear(FEATURES, FEATURES))
             self.traced = torch.jit.trace(nn.Linear(FEATURES, FEATURES), torch.ones(2, FEATURES))
 
     def logits(self, x):
-        x = self.traced(self.scripted(x))
-        return self.net(x) + asyncio.run(self.waits(x)) + asyncio.run(self.encodes.encode(x))
+        return self.net(self.traced(self.scripted(x)))
 
 
 class Replaces(Logits):
@@ -617,60 +586,6 @@ BLOCK_CHANGES = [
 ]
 
 
-@torch.compiler.disable
-def _turn(net):
-    net[1].requires_grad_(not net[1].weight.requires_grad)
-
-
-def turns(net, x):
-    """Freeze or thaw the second layer in each call, behind a graph break."""
-    x = net[0](x)
-    _turn(net)
-    return net[1](x)
-
-
-def turning() -> nn.Module:
-    return Calls(nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(2))), turns)
-
-
-class Adapted(nn.Module):
-    """Runs one of two adapters of different ranks, which is in a list."""
-
-    def __init__(self):
-        super().__init__()
-        ranks = [nn.Sequential(nn.Linear(FEATURES, rank), nn.Linear(rank, FEATURES)) for rank in (2, 4)]
-        self.ranks, self.active = nn.ModuleList(ranks), ranks
-        ranks[0].requires_grad_(False)
-
-    def forward(self, x):
-        return x + self.active[0](x)
-
-
-class Late(nn.Linear):
-    """Multiplies by a parameter that is registered later, and by a buffer."""
-
-    def __init__(self):
-        super().__init__(FEATURES, FEATURES)
-        self.late = nn.Module()
-        self.register_buffer("factor", torch.full((FEATURES,), 1 / 3))
-
-    def forward(self, x):
-        x = super().forward(x) * self.factor
-        for factor in self.late._parameters.values():
-            x = x * factor
-        return x
-
-
-PART_CHANGES = [
-    lambda m: m.b.active.reverse(),
-    lambda m: m.c.late.register_parameter("factor", nn.Parameter(torch.full((FEATURES,), 2.0))),
-    trains("c.late", False),
-    trains("c.late", True),
-    lambda m: setattr(m.c.factor, "data", m.c.factor.double()),
-    lambda m: setattr(m.c.factor, "data", m.c.factor.float()),
-]
-
-
 # ------------------------------------------------------------------------------------------ backward passes
 
 
@@ -757,16 +672,6 @@ class Repeated(Classifier):
             self.manual_backward(loss)
             self.optimizers().step()
         return loss
-
-
-class Physics(Repeated):
-    """Its forward differentiates the output of its network, as a physics-informed network does."""
-
-    def __init__(self):
-        super().__init__(lambda net, x, y: self(x).square().mean(), normalized())
-
-    def forward(self, x):
-        return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
 
 
 def in_checkpoint(net, x):

@@ -189,28 +189,6 @@ def test_a_build_that_fails_restores_the_module(settings, arguments, error, text
         torch.testing.assert_close(backend.build(module, X).infer(X), eagerly(X))
 
 
-class CountsInInferenceMode(nn.Linear):
-    def __init__(self):
-        super().__init__(FEATURES, 3)
-        with torch.inference_mode():
-            self.register_buffer("counted", torch.zeros(()))
-
-    @torch.compiler.disable
-    def count(self):
-        with torch.inference_mode():
-            self.counted.add_(1)
-
-    def forward(self, x):
-        self.count()
-        return super().forward(x)
-
-
-def test_a_buffer_of_inference_mode_is_as_before_the_build():
-    backend = InductorBackend().build(module := CountsInInferenceMode(), X)
-    assert module.counted == 0
-    torch.testing.assert_close(backend.infer(X), nn.functional.linear(X, module.weight, module.bias).detach())
-
-
 @pytest.mark.parametrize(("fullgraph", "graphs", "eager_calls"), [(False, 2, {"forward": 20}), (True, 3, {})])
 def test_inputs_that_no_sample_has_run_eagerly_or_are_compiled_with_fullgraph(fullgraph, graphs, eager_calls):
     backend = InductorBackend({"dynamic": False, "fullgraph": fullgraph}).build(Model(), [batch(2), batch(3)])

@@ -17,7 +17,6 @@ from torch import nn
 from compile_callbacks import InductorConfig, compile_phases, report_of, restore
 from tests.cases.zoo import blocks
 from tests.support.models import CLASSES, FEATURES, FLOAT32, Wrapper, mlp, seeded
-from tests.support.processes import run_in_new_process
 from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -101,35 +100,6 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(precision, compiles, tol
         twin.load_state_dict(mlp().state_dict())
     restore(compiled[0])  # test_no_trace.py checks that it leaves nothing behind
     assert "_compiled_call_impl" not in vars(compiled[0])
-
-
-THREADS = """
-import copy, threading
-from concurrent.futures import ThreadPoolExecutor
-import torch
-from compile_callbacks import compile_phases, report_of
-from tests.compile.test_compile_phases import X, assert_same_gradients, mlp, nn, seeded
-
-torch._inductor.config.fallback_by_default = True
-nets, barrier = seeded(lambda: nn.ModuleList([mlp(), nn.Sequential(mlp(), nn.Tanh())])), threading.Barrier(2)
-expected = copy.deepcopy(nets)
-compile_phases(nets, targets=["0", "1"], verify="raise")
-
-def call(number):
-    barrier.wait()
-    return assert_same_gradients(nets[number], expected[number], X)
-
-with ThreadPoolExecutor(2) as threads:
-    assert list(threads.map(call, (0, 1))) == [None, None]
-events = [event for event in report_of(nets).train.diagnostics.events if event["kind"] == "compile"]
-graphs = {target: sum(e["graphs"] for e in events if e["target"] == target) for target in ("0", "1")}
-assert (graphs, report_of(nets).train.fallbacks) == ({"0": 1, "1": 1}, 0)
-"""
-
-
-def test_two_threads_compile_a_target_each_at_once():
-    """In a process of its own, because torch 2.11 crashes in a later compile."""
-    run_in_new_process(THREADS)
 
 
 class Database:

@@ -167,15 +167,3 @@ def test_a_graph_with_a_function_of_the_user_is_not_sent():
 def test_inputs_that_share_memory_do_not_travel():
     x = torch.randn(4, 4)
     assert reasons_of(lambda x, y: x.sin() + y[0, 0], x, x[1:]) == ["two inputs share memory"]
-
-
-def test_views_and_sizes_in_the_graph_travel():
-    def function(x):
-        return x.transpose(0, 1).reshape(-1, x.shape[0]) / x.shape[0] ** 0.5
-
-    backend = Backend()
-    call = torch.compile(function, backend=backend, dynamic=True)
-    for rows in (6, 7):
-        x = torch.randn(rows + 1, 8)[1:, :4]
-        torch.testing.assert_close(call(x), function(x))
-    assert len(backend.requests) == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, templates
-from tests.cases.case import Case, check
-from tests.support.models import CLASSES, FEATURES, Classifier, fit, loader, trainer
+from tests.cases import zoo
+from tests.cases.case import Case, check, net
+from tests.support.models import Classifier, fit, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -53,31 +53,14 @@ def test_a_template_runs_on_a_cpu_or_names_its_fallback(name):
         assert all("falls back to max-autotune-no-cudagraphs" in reason for reason in reasons)
 
 
-def on_images(make, **settings):
-    """Make a network on images of 3 x 64 x 64, which a linear layer makes of the batch."""
-    to_image = nn.Linear(FEATURES, 3 * 64 * 64), nn.Unflatten(1, (3, 64, 64))
-    return lambda: Classifier(nn.Sequential(*to_image, make(num_classes=CLASSES, **settings)))
-
-
 def one_dimensional():  # a convolution that Triton has no choice for
     return Classifier(nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(6, 3)))
 
 
-VIT = {"image_size": 64, "patch_size": 16, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
-
-
 @pytest.mark.gpu
-@pytest.mark.timeout(600)  # Triton's choices for the convolutions of a ResNet-18 and their gradients
+@pytest.mark.timeout(600)  # Triton's choices for the convolutions and their gradients
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "make",
-    [
-        one_dimensional,
-        on_images(torchvision.models.resnet18),
-        on_images(torchvision.models.VisionTransformer, **VIT),
-    ],
-    ids=["one_dimensional", "resnet18", "transformer"],
-)
+@pytest.mark.parametrize("make", [one_dimensional, net(zoo.convolutional), net(zoo.transformer)])
 def test_a_template_runs_on_a_gpu_or_names_its_fallback(make, name, recwarn):
     train_mode = None if name == "freezing" else name
     callback = InductorCompile(train_mode, name, targets=["net"], baseline_steps=0, verify="raise")

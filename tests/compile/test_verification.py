@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import math
 import warnings
 
@@ -12,12 +10,10 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
-from tests.support.models import FEATURES, Wrapper, mlp
+from tests.support.models import FEATURES, Wrapper
 from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -62,11 +58,8 @@ def test_verification_finds_a_wrong_graph_and_names_target_output_phase_and_tole
     assert report.diagnostics.max_abs_error > 0.01
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled, mode):
-    no_gpu = pytest.warns(CompileWarning, match="asks for CUDA graphs, and the module is not on a GPU")
-    with no_gpu if mode == "reduce-overhead" else contextlib.nullcontext():
-        module = compiled(plain(), passes=[WrongBackward()], train_mode=mode)
+def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled):
+    module = compiled(plain(), passes=[WrongBackward()])
     with pytest.warns(CompileWarning, match=r"the gradient of l_\w+ has a relative error of 2 \(tol"):
         train_step(module, inputs())
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
@@ -129,16 +122,6 @@ def test_each_recompiled_graph_is_compared_and_one_target_is_warned_about_once(c
     assert len([one for one in caught if issubclass(one.category, CompileWarning)]) == 1
 
 
-@dataclasses.dataclass
-class Result:
-    logits: torch.Tensor
-
-
-class ReturnsDataclass(Wrapper):
-    def forward(self, x):
-        return Result(self.net(x))
-
-
 class Casts(nn.Module):
     """Casts between dtypes, as normalizations in float32 within a model in bfloat16 do."""
 
@@ -151,13 +134,6 @@ class Casts(nn.Module):
         hidden = self.net(self.first(x.half().float()))
         normed = hidden.float() * torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + 1e-6)
         return self.second(normed.to(torch.bfloat16)) + torch.zeros(3)
-
-
-@pytest.mark.parametrize("make", [ReturnsDataclass, Casts])
-def test_verification_compares_the_graph_of_any_module(compiled, make):
-    compiled(make(), verify="raise")(inputs())
-    with pytest.raises(CompileError, match="target 'forward' differs from eager in the train phase: output 0"):
-        compiled(make(), passes=[WrongForward("train")], verify="raise")(inputs())
 
 
 class WithStatistics(nn.Module):
@@ -217,11 +193,6 @@ def residual():
     return nn.Sequential(*(Residual(nn.Sequential(*layer)) for layer in layers), nn.AdaptiveAvgPool2d(1))
 
 
-def transformer():
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-
 def with_dropout():
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
 
@@ -231,16 +202,6 @@ class Checkpointed(Wrapper):
         return checkpoint(self.net, x, use_reentrant=False)
 
 
-class Hooked(Wrapper):
-    """Doubles a gradient by a hook."""
-
-    def forward(self, x):
-        hidden = self.net(x)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: 2 * gradient)
-        return hidden.relu()
-
-
 def with_weight(value):
     module = plain()
     module[0].weight.data[0, 0] = value
@@ -248,15 +209,13 @@ def with_weight(value):
 
 
 SOUND = {
+    "casts": (Casts, inputs),
     "nan": (lambda: with_weight(float("nan")), inputs),
-    "activation checkpoint": (lambda: Checkpointed(mlp()), inputs),
-    "hook": (lambda: Hooked(mlp()), inputs),
     "dropout in an activation checkpoint": (lambda: Checkpointed(with_dropout()), inputs),
     "jagged": (plain, lambda: torch.nested.nested_tensor_from_jagged(inputs(5), torch.tensor([0, 2, 5]))),
 }
 ROUNDS = {
     "residual in bfloat16": (lambda: residual().bfloat16(), lambda: torch.randn(4, 8, 8, 8).bfloat16()),
-    "transformer in bfloat16": (lambda: transformer().bfloat16(), lambda: torch.randn(2, 8, 32).bfloat16()),
     "rounding": (normed, lambda: inputs(4096)),
     "rounding around a large mean": (normed, lambda: 100 + inputs(4096)),
 }
@@ -316,20 +275,10 @@ class ReturnsJagged(Wrapper):
 LENGTHS = torch.tensor([2, 2, 1])
 
 
-class WrongOffsets(WrongForward):
-    def __call__(self, graph, is_inference):
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cumsum.default):
-            node.target = torch.ops.aten.cumprod.default
-
-
 @pytest.mark.parametrize("phase", ["train", "infer"])
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [(WrongForward, "output 0 has a relative error of"), (WrongOffsets, r"output 0\.offsets\(\) differs in")],
-)
-def test_wrong_values_and_offsets_of_jagged_outputs_are_found(compiled, phase, wrong, reason):
-    module = compiled(ReturnsJagged(plain()), passes=[wrong(phase)], verify="eager")
-    with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match=reason):
+def test_wrong_values_of_jagged_outputs_are_found(compiled, phase):
+    module = compiled(ReturnsJagged(plain()), passes=[WrongForward(phase)], verify="eager")
+    with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match="output 0 has a relative error"):
         output = module(inputs(5), LENGTHS)
     assert output.offsets().tolist() == [0, 2, 4, 5]  # the result of the eager run
 
@@ -347,25 +296,10 @@ def process_group():
     torch.distributed.destroy_process_group()
 
 
-class Sharded(nn.Module):
-    """Its operators communicate, but the graph contains no collective."""
-
-    def __init__(self):
-        super().__init__()
-        self.mesh = init_device_mesh("cpu", (1,))
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(FEATURES, 3), self.mesh, [Shard(0)]))
-
-    def forward(self, x):
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("make", [SumsOverProcesses, Sharded])
-def test_a_graph_that_communicates_is_not_compared(process_group, compiled, make):
-    module, x = compiled(make(), verify="raise"), inputs()
-    x = distribute_tensor(x, module.mesh, [Replicate()]) if make is Sharded else x
+def test_a_graph_that_communicates_is_not_compared(process_group, compiled):
+    module, x = compiled(SumsOverProcesses(), verify="raise"), inputs()
     output = module(x)
-    if make is SumsOverProcesses:
-        torch.testing.assert_close(output, 2 * module.net(x))
+    torch.testing.assert_close(output, 2 * module.net(x))
     output.sum().backward()
     assert verified(module) == "not compared 1 (collective)"
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import compile_callbacks
 from compile_callbacks import CompileError, InductorCompile
 from tests.cases.case import UNSURPRISING, Case, check, net, run
-from tests.cases.zoo import Calls, CallsInTraining, Force, Repeated, critic, normalized
+from tests.cases.zoo import Calls, CallsInTraining, Repeated, critic, normalized
 from tests.support.models import Classifier, Wrapper, mlp
 
 pytestmark = [
@@ -77,7 +77,7 @@ class TagsInValidation(Classifier):
 class Counter(Wrapper):
     def __init__(self, start):
         super().__init__()
-        self.register_buffer("calls", start) if isinstance(start, torch.Tensor) else setattr(self, "calls", start)
+        self.calls = start
 
     def forward(self, x):
         self.calls = self.calls + 1
@@ -109,7 +109,6 @@ def uncompiled(name, make, reason):
 
 
 FLOPS = "FlopCounterMode is active, and torch compiles nothing within a TorchDispatchMode"
-NEWER = pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions compile a part, for another reason")
 OFF = "TORCH_COMPILE_DISABLE is set"
 ONLY_IN_HOOK = f"CC101 ^target 'other' ran in the train phase without a compiled graph: {FLOPS}"
 LIMIT_IN_VALIDATION = "CC103 ^target 'net' reached torch's recompile limit in the infer phase"
@@ -121,7 +120,6 @@ TRANSFORM |= {"diagnostics.compiled_samples": 5, "verdict": "too few samples"}
 CASES = [
     uncompiled("dispatch mode", lambda: CallsInTraining(mlp(), counts_flops), FLOPS),
     uncompiled("backward hook", with_backward_hook, "Module-level backwards hooks require compiled autograd"),
-    pytest.param(uncompiled("gradient", net(Force), "torch.autograd.grad"), marks=NEWER),
     # It is said before the first compiled step, which this run does not reach, and once.
     case("disabled", Classifier, f"CC101 ^{OFF}", baseline_steps=9, inside=DISABLED, expect={"train.graphs": 0}),
     case("disabled, compiled steps", Classifier, f"CC101 ^{OFF}", text=f"not compiled: .*{OFF}, see CC101",
@@ -131,17 +129,13 @@ CASES = [
          expect={"train.graphs": 1}),
     case("transform", lambda: Penalized(normalized()), "CC108", baseline_steps=2, train=12,
          expect={f"train.{name}": value for name, value in TRANSFORM.items()}),
-    case("transform, advised", lambda: Penalized(normalized()), targets=["net", "gradient"],
-         expect={"train.diagnostics.eager_calls": {}}),
     # The phase that reaches the recompile limit is the one that is named.
     case("limit in validation", lambda: TagsInValidation(Calls(mlp(), tagged)), LIMIT_IN_VALIDATION, data=(4,) * 20,
          inside=LIMIT, trainer={"max_epochs": 2}, expect={"train.fallbacks": 0, "infer.fallbacks": 1}),
     case("counter", net(Counter, 0), COUNTER, text="explain CC103", inside=LIMIT, train_mode={"dynamic": False},
          expect={"train.graphs": 3, "train.fallbacks": 1}),
-    case("counter, advised", net(Counter, torch.zeros(())), inside=LIMIT),
     # The first graph break is the cause of what follows.
     case("item", lambda: Classifier(Calls(mlp(), scaled)), text=ITEM, expect={"train.fallbacks": 0}),
-    case("item, advised", lambda: Classifier(Calls(mlp(), lambda net, x: net(x) * x.abs().mean()))),
 ]  # fmt: skip
 
 

@@ -6,14 +6,13 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 CLOCK = "compile_callbacks.profiling.clock"
 """The only part of the library that tests replace."""
@@ -73,13 +72,8 @@ def captured_graphs(
     times: Times,
     seconds: Mapping[int, float] = MappingProxyType({}),
     raises: Mapping[int, Exception] = MappingProxyType({}),
-    recorded: Collection[int] = (),
 ) -> Iterator[None]:
-    """Put the captured graph in Inductor's place.
-
-    The n-th compile takes the given ``seconds``, or 2, or ``raises``. If n is in ``recorded``, each new shape records a
-    CUDA graph in its first call.
-    """
+    """Put the captured graph in Inductor's place. The n-th compile takes the given ``seconds``, or 2, or ``raises``."""
     count = 0
 
     def compile_fx(graph_module: torch.fx.GraphModule, inputs: Any, **arguments: Any) -> Callable[..., Any]:
@@ -88,17 +82,7 @@ def captured_graphs(
         times.advance(seconds.get(number, 2.0))
         if number in raises:
             raise raises[number]
-        known: set[Any] = set()
-
-        def run(*args: Any) -> Any:
-            shapes = str([arg.shape for arg in args if isinstance(arg, torch.Tensor)])
-            if number in recorded and shapes not in known:
-                known.add(shapes)
-                with callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0/0"):
-                    times.advance(0.2)
-            return graph_module.forward(*args)
-
-        return run
+        return graph_module.forward
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
