@@ -224,29 +224,6 @@ def test_a_module_that_cannot_be_exported_is_an_error_with_its_line(tmp_path, fu
     assert module.training
 
 
-def exports(**change):
-    export(**{"module": mlp(), "args": (X,), "path": "net.pt2", **change})
-
-
-@pytest.mark.parametrize(
-    ("call", "change", "error", "text"),
-    [
-        (exports, {"module": 3}, TypeError, r"module=3 must be a torch\.nn\.Module"),
-        (exports, {"args": X}, TypeError, r"of positional inputs, such as \(tensor,\), not Tensor"),
-        (exports, {"args": (torch.tensor(1.0),)}, ValueError, "without a batch, set dynamic_batch=False"),
-        (exports, {"path": "net.pt"}, ValueError, r"path='net\.pt' must end in '\.pt2'"),
-        (exports, {"mode": None}, ValueError, "mode=None compiles nothing"),
-        (exports, {"verify": "eager"}, ValueError, "verify='eager' is unknown"),
-        (load_exported, {"path": 3}, TypeError, r"path=3 must be a path, not int \[CC202"),
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(call, change, error, text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(error, match=text):
-        call(**change)
-    assert list(tmp_path.iterdir()) == []
-
-
 def changed(package, to, change):
     """Copy a package; ``change`` gets the name and the content of each entry, and returns the new content."""
     with zipfile.ZipFile(package) as original, zipfile.ZipFile(to, "w") as copy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import lightning.pytorch as pl
 import numpy as np
@@ -50,11 +49,6 @@ def test_training_compiled_by_hand_that_differs_is_found(net, options, value):
     with pytest.raises(AssertionError, match=DIFFERENT) as raised:
         assert_same(lambda: Classifier(net()), by_hand(**options))
     assert value in str(raised.value)
-
-
-def test_training_whose_wrong_graph_runs_eagerly_is_the_same():
-    callback = InductorCompile(passes=[WrongForward("train")], baseline_steps=0, verify="eager")
-    assert assert_same(lambda: Classifier(Wrapper()), callback) == "same"
 
 
 class Ordinary(Classifier):
@@ -140,25 +134,6 @@ def test_chaotic_training_cannot_be_told_and_fails_unless_allowed():
     with pytest.raises(AssertionError, match=r"cannot tell: in step \d, loss"):
         assert_same(Chaotic, rounds)
     assert assert_same(Chaotic, rounds, allow_cannot_tell=True) == "cannot tell"
-
-
-class Clocked(Ordinary):
-    """Logs a time, and keeps it."""
-
-    def training_step(self, batch, batch_idx):
-        self.began = time.perf_counter_ns() % 1009
-        self.log("clock", float(self.began))
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_logged_time_is_not_compared_and_named_and_the_rest_is_compared():
-    with pytest.warns(UserWarning, match="two eager runs: attribute of the module began, metric clock"):
-        assert assert_same(Clocked) == "same"
-    with (
-        pytest.warns(UserWarning, match="metric clock"),
-        pytest.raises(AssertionError, match="different: in step 3, buffer phases"),
-    ):
-        assert_same(Clocked, meddles(MEDDLINGS["buffer phases"]), steps=4)
 
 
 def test_a_run_that_compiles_nothing_proves_nothing():

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, _torch
@@ -72,23 +71,6 @@ def test_training_goes_on_and_switches_when_all_graphs_are_loaded(tmp_path, monk
 
 
 @all_versions
-def test_an_exception_ends_the_helper_process_and_code_that_was_loaded_but_not_called_is_not_compiled_yet():
-    callback = InductorCompile(None, "default", background=True)
-
-    def poll(report):
-        session = callback.session
-        if session._helper._queue.waits("infer", None):
-            while session._helper._queue.waits("infer", None):
-                session._helper.poll()
-                time.sleep(0.05)
-            raise KeyError("the user's")
-
-    with pytest.raises(KeyError, match="the user's"):
-        run(callback, poll)
-    assert (callback.report.infer.graphs, callback.report.infer.verdict) == (1, "still compiling")
-
-
-@all_versions
 def test_a_run_that_ends_before_the_compile_is_continued_by_the_next(tmp_path):
     callback, module, data = InductorCompile(background=True), seeded(), loader(7)
     run(callback, lambda report: False, module, data=data, max_steps=14)
@@ -97,17 +79,6 @@ def test_a_run_that_ends_before_the_compile_is_continued_by_the_next(tmp_path):
     run(callback, compiled_steps(12), module, data=data, ckpt_path=tmp_path / "last.ckpt")
     assert callback.report.train.diagnostics.steps["compiled"] == 12
     assert_trained_as_eager(module, data=data)
-
-
-def test_a_module_that_stays_compiled_compiles_the_waiting_graphs_itself():
-    callback, module = InductorCompile("default", None, background=True, keep_compiled=True), seeded()
-    run(callback, lambda report: report.train.diagnostics.waiting_steps, module)
-    assert callback.report.train.graphs == 0
-    for _ in range(2):
-        module.net(torch.ones(4, 8)).sum().backward()  # as a batch of the run
-    train = callback.report.train
-    assert (train.verified, reasons(train)) == ("equal 1", ["the run has ended"])
-    assert "most steps ran before the compiled code was loaded" in str(callback.report)
 
 
 class Scaling(Wrapper):
@@ -132,14 +103,6 @@ def test_candidates_are_compiled_while_the_best_so_far_trains(background_ms, mon
     assert_trained_as_eager(module, make)
 
 
-class Skips(Classifier):
-    """Does not call its network in some steps, which capture nothing."""
-
-    def training_step(self, batch, batch_idx):
-        skips = 12 <= self.trainer.global_step < 15
-        return self.net[0].weight.sum() * 0 if skips else super().training_step(batch, batch_idx)
-
-
 SLOWER = "compiled steps were slower in alternating blocks"
 
 
@@ -156,7 +119,7 @@ def test_slower_steps_go_back_to_eager_after_a_comparison(eager, compiled, ranks
     begin = Contest.begin
     monkeypatch.setattr(Contest, "begin", lambda this, conditions: begin(this, conditions._replace(ranks=ranks)))
     callback = InductorCompile("default", None, background=True)
-    run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(400)(report), Skips())
+    run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(400)(report))
     train = callback.report.train
     assert reasons(train, "sent_back") == sent_back
     assert ("runs eagerly again: " + "".join(sent_back) in str(callback.report)) == bool(sent_back)
@@ -192,16 +155,9 @@ class FailsInOtherProcess(GraphPass):
             sys.exit("not here")
 
 
-class Unpicklable(FailsInOtherProcess):
-    def __init__(self):
-        super().__init__()
-        self.function = lambda: None
-
-
 @pytest.mark.parametrize(
     ("graph_pass", "reason"),
     [
-        (Unpicklable(), "a graph pass, an option or a setting of torch cannot be pickled"),
         (RecordGraphs(), "torch serializes no compiled code with a graph pass whose uuid() is None"),
         (FailsInOtherProcess(), "not here"),
     ],
@@ -225,30 +181,6 @@ def test_sizes_for_which_the_code_is_not_valid_compile_in_the_foreground(monkeyp
     train = callback.report.train
     assert reasons(train) == ["the code of another process is not valid for the sizes of a call"]
     assert (train.fallbacks, train.graphs) == (0, 2)
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class Doubled(Wrapper):
-    def forward(self, x):
-        return Double.apply(self.net(x))
-
-
-@all_versions
-def test_code_that_torch_cannot_serialize_compiles_in_the_foreground():
-    make = lambda: seeded(lambda: Classifier(Doubled(nn.Linear(8, 3))))  # noqa: E731
-    callback = InductorCompile("default", None, background=True)
-    module = run(callback, compiled_steps(2), make())
-    assert_trained_as_eager(module, make)
-    assert (len(reasons(callback.report.train)), callback.report.train.graphs) == (1, 1)
 
 
 # ------------------------------------------------------------------------------------------ failures
@@ -307,13 +239,6 @@ def test_an_application_is_not_started_again(tmp_path, monkeypatch, name, variab
 
 
 # ------------------------------------------------------------------------------------------ processes
-
-
-def test_a_run_that_compiles_nothing_starts_no_helper_process():
-    callback, found = InductorCompile("default", None, background=True), []
-    tells = LambdaCallback(on_validation_end=lambda *_: found.append(pids(callback)))
-    trainer(callback, tells).validate(Classifier(), loader(2), verbose=False)
-    assert found == [set()]
 
 
 def test_the_number_of_a_process_that_has_ended_is_not_signaled(monkeypatch):

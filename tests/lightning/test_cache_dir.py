@@ -134,18 +134,6 @@ def test_a_folder_that_cannot_be_written_or_has_a_space_is_not_used(tmp_path, mo
     assert variables() == before
 
 
-@pytest.mark.parametrize(
-    ("folder", "error", "message"),
-    [
-        (b"kept", TypeError, "cache_dir=b'kept' must be the path of a folder, not bytes"),
-        ("", ValueError, "'.' is the current folder"),
-    ],
-)
-def test_a_wrong_folder_is_refused_with_the_argument_and_the_value(folder, error, message):
-    with pytest.raises(error, match=message):
-        InductorCompile(cache_dir=folder)
-
-
 # `FEATURES` columns of a batch norm: Inductor measures several configurations of the kernel. The first run starts the
 # compile workers.
 AUTOTUNED = """
@@ -173,15 +161,6 @@ def test_compile_workers_that_started_earlier_use_the_folder_and_a_second_proces
     first, second = (int(run_in_new_process(AUTOTUNED, tmp_path).splitlines()[-1]) for _ in range(2))
     assert first > second == 0
     assert list((tmp_path / "triton").rglob("*.cubin"))
-
-
-def test_a_folder_that_torch_cannot_create_costs_speed_only(tmp_path, monkeypatch):
-    """The reason for the failure is not looked up in the folder."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "inductor"))
-    callback = InductorCompile(infer_mode=None, baseline_steps=0, targets=["net"])
-    with pytest.warns(CompileWarning, match="runs eagerly in the train phase.*CC301"):
-        fit(callback, train=2, validation=None)
 
 
 # ------------------------------------------------------------------------------------------ the file of a model

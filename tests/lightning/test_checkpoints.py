@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -84,20 +81,6 @@ def test_a_key_that_does_not_fit_is_still_an_error():
     ours.on_exception(run, module, RuntimeError())
     with pytest.raises(RuntimeError, match="_orig_mod"):
         module.load_state_dict({f"_orig_mod.{key}": value for key, value in module.state_dict().items()})
-
-
-def test_the_entry_of_an_older_version_is_ignored_and_the_report_of_a_copy_is_that_of_the_original(tmp_path):
-    fit(train=4).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
-    checkpoint["callbacks"]["InductorCompile"] = {"version": 1, "report": {}, "shapes": {}, "winners": {}}
-    torch.save(checkpoint, tmp_path / "older.ckpt")
-    ours = InductorCompile(baseline_steps=5)
-    twin = copy.deepcopy(ours)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*callbacks used to create the checkpoint")
-        fit(twin, train=20, max_epochs=2, ckpt_path=tmp_path / "older.ckpt")
-    assert ours.report == twin.report
-    assert (ours.report.train.graphs, ours.report.train.diagnostics.eager_samples) == (1, 5)
 
 
 class Interrupts(Uncached):

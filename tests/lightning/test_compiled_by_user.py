@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from compile_callbacks import InductorCompile, compile_phases
+from compile_callbacks import InductorCompile
 from tests.cases.zoo import PlainStep, TwoParts
 from tests.support.models import FEATURES, Wrapper, fit, loader, seeded, trainer
 
@@ -67,14 +67,3 @@ def test_a_part_that_no_target_names_keeps_its_settings(how, backend):
     trainer(callback, num_sanity_val_steps=0).fit(module, loader(4), loader(2))
     assert backend.calls == {"train": 4, "infer": 2}
     assert (callback.report.train.targets, callback.report.train.graphs) == (("head",), 1)
-
-
-def test_compile_phases_runs_an_uncompiled_phase_as_the_user_compiled_it(backend):
-    net = Wrapper()
-    net.compile(backend=backend)
-    compile_phases(net, train_mode=None)
-    net(X)
-    with torch.no_grad():
-        net(X)
-    assert backend.calls == {"train": 1}
-    assert type(net) is Wrapper

@@ -64,18 +64,6 @@ def of_class(name: str, **init_args: Any) -> dict[str, Any]:
     return {"class_path": name if "." in name else f"{__name__}.{name}", "init_args": init_args}
 
 
-class Fast(InductorConfig):
-    """A class of settings whose constructor has other arguments."""
-
-    def __init__(self, level: int = 0) -> None:
-        super().__init__(options={"max_autotune": level > 1})
-
-
-class Patient(Tune):
-    def __init__(self, blocks: int = 1) -> None:
-        super().__init__(["default", "aten"], steps=10 * blocks)
-
-
 PARTS = {"template": "aten", "fullgraph": False, "activation_memory_budget": 0.5}
 TUNED = of_class(TUNE, candidates=["default", of_class(CONFIG, template="aten")], steps=7)
 FORMS: list[tuple[Any, InductorConfig | Tune | None]] = [
@@ -85,8 +73,6 @@ FORMS: list[tuple[Any, InductorConfig | Tune | None]] = [
     (of_class(CONFIG, passes=[of_class("Idle", n=2)]), InductorConfig(passes=(Idle(n=2),))),
     ("auto", Tune("auto")),
     (TUNED, Tune(["default", InductorConfig(template="aten")], steps=7)),
-    (of_class("Fast", level=2), Fast(2)),
-    (of_class("Patient", blocks=3), Patient(3)),
     ("eager", None),
     ("max-autotune", InductorConfig(mode="max-autotune")),
 ]

@@ -36,17 +36,8 @@ class Tells(Classifier):
         self.validation_compiled.append(bool((self.net(batch[0]) < 0).any()))
 
 
-class FailsTwice(pl.Callback):
-    """Hides the end of a Trainer call from the callbacks after it."""
-
-    def on_validation_start(self, *args):
-        raise OSError("disk full")
-
-    on_exception = on_validation_start
-
-
 class Validates(pl.Callback):
-    """Calls ``validate`` in a hook, with another Trainer, whose first callbacks may raise an error."""
+    """Calls ``validate`` in a hook, with another Trainer."""
 
     def __init__(self, hook, *callbacks, **settings):
         self.callbacks, self.settings = callbacks, settings
@@ -54,22 +45,17 @@ class Validates(pl.Callback):
 
     def validate(self, outer, pl_module, *args):
         inner, state = trainer(*self.callbacks, **self.settings), copy.copy(vars(outer.state))
-        try:
-            inner.validate(pl_module, loader(2), verbose=False)
-        except OSError:
-            assert len(self.callbacks) > 1
+        inner.validate(pl_module, loader(2), verbose=False)
         vars(outer.state).update(state)
         pl_module.trainer = outer
         pl_module.train()
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_batch_end", "in_step", "on_train_epoch_start"])
-@pytest.mark.parametrize("hidden", [(), (FailsTwice(),)])
-def test_a_nested_validation_ends_the_compiled_part_of_a_fit(hook, hidden, tmp_path):
-    """Also if another callback hides the end of the nested call."""
+def test_a_nested_validation_ends_the_compiled_part_of_a_fit(hook, tmp_path):
     passes, module = [WrongForward("train"), WrongForward("infer")], Tells()
     ours = InductorCompile(targets=["net"], passes=passes, baseline_steps=0, verify="off")
-    inner = Validates(hook, *hidden, ours, logger=LoggerIn(tmp_path / "inner"))
+    inner = Validates(hook, ours, logger=LoggerIn(tmp_path / "inner"))
     module.in_step = inner if hook == "in_step" else None
     settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": LoggerIn(tmp_path / "outer")}
     with pytest.warns(CompileWarning, match="CC106"):
@@ -78,7 +64,7 @@ def test_a_nested_validation_ends_the_compiled_part_of_a_fit(hook, hidden, tmp_p
     assert not module._load_state_dict_pre_hooks
     compiled = {"on_train_epoch_end": 3, "on_train_batch_end": 1, "in_step": 1, "on_train_epoch_start": 0}[hook]
     assert module.train_compiled == [True] * compiled + [False] * (6 - compiled)
-    assert any(module.validation_compiled) or hidden
+    assert any(module.validation_compiled)
     records = [tmp_path / folder / "compile_report.json" for folder in ("outer", "inner")]
     calls = [{record["call"] for record in json.loads(path.read_text())} if path.exists() else {} for path in records]
-    assert calls[: 2 - len(hidden)] == [{"fit"} if compiled else {}, {"validate"}][: 2 - len(hidden)]
+    assert calls == [{"fit"} if compiled else {}, {"validate"}]

@@ -126,14 +126,3 @@ def test_a_report_that_cannot_be_made_does_not_hide_the_exception_of_the_run(mon
     (note,) = raised.value.__notes__
     assert "InductorCompile wrote no report: RuntimeError: CUDA error" in note
     assert no_dispatcher(module)
-
-
-def test_a_module_that_stays_compiled_compiles_after_an_exception():
-    module, callback = seeded(Raises), InductorCompile(targets=["net"], baseline_steps=0, keep_compiled=True)
-    run = trainer(callback)  # kept alive, because it remains interrupted
-    with pytest.raises(KeyError, match="training"):
-        run.fit(module, loader(3))
-    with torch.no_grad():
-        module.net(torch.randn(4, FEATURES))
-    assert (callback.report.infer.verified, callback.report.infer.fallbacks) == ("equal 1", 0)
-    torch._dynamo.reset()

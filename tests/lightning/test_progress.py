@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
@@ -34,15 +33,6 @@ def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took(impati
     assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
     assert logged().count(f"{NET} ...") == 1
     assert any(line.startswith(f"{NET} took ") for line in logged())
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_lines_live_with_progress_bars(bar, impatient, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    fit(slow(), bar(), train=2, validation=None, enable_progress_bar=True)
-    shown = "".join(capsys.readouterr())
-    assert f"{NET} ..." in shown
-    assert "Epoch 0" in shown
 
 
 class Changing(nn.Module):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections import UserDict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import DataLoader
 
 import compile_callbacks
 from compile_callbacks import InductorCompile
-from tests.support.models import Classifier, fit
+from tests.support.models import fit
 
 pytestmark = [
     pytest.mark.usefixtures("no_codegen"),
@@ -48,29 +44,3 @@ def test_a_steady_step_enters_few_functions():
     assert len({file for file, _ in usual}) <= 5, usual
     usual = sorted(timed, key=len)[len(timed) // 2]
     assert len(usual) <= 25, usual
-
-
-class Ignores(Classifier):
-    """Makes no use of its batch, and does not move it."""
-
-    def training_step(self, batch, batch_idx):
-        return self.net[0].weight.sum()
-
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        return batch
-
-
-def fit_on(batches, *callbacks):
-    train = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
-    fit(*callbacks, make=Ignores, train=train, validation=None)
-
-
-X = torch.zeros(2, 3)
-
-
-def test_batches_of_other_shapes_dtypes_grad_and_structure_are_other_workloads():
-    batches = [X, [X], (X, X), torch.zeros(3, 2), X.half(), X.clone().requires_grad_(), {"x": X}, {"y": X}]
-    batches += [UserDict(x=X, y=X), SimpleNamespace(z=X), ["a"] * 40, ["a"] * 41]
-    callback = InductorCompile(baseline_steps=1000)
-    fit_on([batch for batch in batches for _ in range(5)], callback)
-    assert callback.report.train.diagnostics.eager_samples in (4, 5)  # of one workload

@@ -84,8 +84,8 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
 
 @pytest.mark.all_versions
 @pytest.mark.usefixtures("recompiles_at_once", "captured_graph")
-@pytest.mark.parametrize(("on_gpu", "loop"), [(False, "fit"), (True, "fit"), (True, "predict")])
-def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is_recorded(on_gpu, loop, monkeypatch):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is_recorded(on_gpu, monkeypatch):
     calls = Counter()
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
     if on_gpu:
@@ -96,13 +96,12 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     module = Classifier()
     module.on_before_zero_grad = lambda optimizer: calls.update([torch.autograd.is_multithreading_enabled()])
     batches = DataLoader([*loader(400), *loader(1, batch_size=6), *loader(399)], batch_size=None)
-    getattr(trainer(callback), loop)(module, batches)
-    found = (callback.report.train if loop == "fit" else callback.report.infer).diagnostics
+    trainer(callback).fit(module, batches)
+    found = callback.report.train.diagnostics
     series = {of_kind["kind"]: of_kind["steps"] for of_kind in found.series}
     assert [event["step"] for event in found.events if event["kind"] == "recompile"] == [401]
     assert series["compiling"] == [1, 401]
     assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
     assert calls["mark"] == 0  # torch's counter also ends the steps of the user's own CUDA graphs
-    if loop == "fit":
-        assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step
+    assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step

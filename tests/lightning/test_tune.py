@@ -203,14 +203,6 @@ def test_the_kernels_of_the_fastest_candidate_alone_are_tuned(fastest, steps, tr
 # ------------------------------------------------------------------------------------------ which steps are compared
 
 
-def test_the_usual_workload_is_compared():
-    def ms(candidate, workload):
-        return {"eager": (10, 1), A: (5, 20)}[candidate][workload.shapes[0][0][0] == 3]
-
-    tuned = Tuned(ms, sizes=[8] * 6 + [3] * 4)
-    assert (tuned.mode, tuned.trials[A]["median_ms"]) == (A, pytest.approx(5))
-
-
 def freezes_a_weight(module, number):
     """Changes the workload of all steps after the first block."""
     if number == BLOCK:

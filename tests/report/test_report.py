@@ -134,19 +134,6 @@ def test_the_sanity_check_is_eager_and_not_measured(golden):
     assert 8 in kinds["compiling"]
 
 
-def test_what_was_not_measured_is_none():
-    callback = InductorCompile(baseline_steps=0, verify="off")
-    assert callback.report == CompileReport(train=PhaseReport(mode="fast"), infer=PhaseReport(mode="fast"))
-    fit(callback, train=6, validation=None)
-    train, infer = callback.report.train, callback.report.infer
-    assert (train.eager_step_ms, train.speedup, train.break_even_steps) == (None, None, None)
-    assert train.compiled_step_ms > 0
-    # The first step compiles, and two more are no samples.
-    assert (train.samples, train.diagnostics.eager_samples, train.diagnostics.compiled_samples) == (3, 0, 3)
-    assert (infer.compile_seconds, infer.samples) == (None, None)
-    assert not {name for name in callback.report.scalars() if "speedup" in name or "infer" in name}
-
-
 class Interrupted(Classifier):
     def on_train_epoch_end(self):
         raise KeyboardInterrupt

@@ -70,13 +70,10 @@ SENTENCES = [
     # Step times that vary by more than 25% ask for another run.
     (faster(spreads=(270.0, 59.0)), FASTER, None),
     (faster(spreads=(40.0, 269.7)), FASTER + AGAIN.format("113%"), None),
-    (faster(spreads=(300.0, 10.0)), FASTER + AGAIN.format("27%"), None),
     (unpaid(1.0), f"{UNPAID} compiled steps", "train longer, or set cache_dir…"),
-    (unpaid(9.0), f"{UNPAID} compiled steps{AGAIN.format('45%')}", "train longer, or…"),
     (slower(112.0, spreads=(10.0, 90.0)), SLOWER + AGAIN.format("40%"), AGAIN_TRAIN),
     # Slower steps are a percentage below twice the time. A cause is only possible.
     (slower(112.0), SLOWER + TRY_EAGER, EAGER),
-    (slower(194.0), "slower by 94% (100 → 194 ms): torch reports no cause…", EAGER),
     (slower(199.9), "2.0x slower (100 → 200 ms): torch reports no cause…", EAGER),
     (slower(112.0, RECOMPILE), f"slower by 12% …: {ONE}batch size 13, was 32){TRY_EAGER}", EAGER),
     (slower(112.0, RECOMPILE, RECOMPILE), f"slower by 12% …: {LAST}batch size 13, was 32){TRY_EAGER}", EAGER),
@@ -86,7 +83,6 @@ SENTENCES = [
     (equal(83.1, 17.1, (1.0, 1.0)), UNCLEAR, AGAIN_TRAIN),
     # The line names the net loss that the table shows.
     (compared("slower", 17.1, 83.1, net=-62.3), f"4.9x slower …reports no cause{LOST}{TRY_EAGER}", EAGER),
-    (compared("slower", 17.1, 83.1, net=-0.04), f"4.9x slower …reports no cause{TRY_EAGER}", EAGER),
     (compared("too few samples", 17.1, 83.1, net=-62.3), FEW + LOST, MORE + BASELINE),
     (compared("too few samples", 17.1, 83.1), FEW, MORE + BASELINE),
     (compared("not compiled", 17.1, 83.1, net=-0.04), UNCOMPILED, None),
@@ -96,7 +92,6 @@ SENTENCES = [
     (compared("too few samples", 10.0, 5.0, eager_samples=50), "too few samples (10.0 →…", MORE),
     # A graph that was not compared is the last advice.
     (faster(50.0, 100.0, events=[DROPOUT]), "2.0x faster…", NOT_COMPARED),
-    (slower(112.0, DROPOUT), SLOWER + TRY_EAGER, EAGER),
     # The reason why a Tune keeps eager.
     (tuned(CHOSEN, ("default", "not tried", SHORT)), f"eager kept: default not tried ({SHORT})", None),
     (tuned(CHOSEN, ("default", "not faster", "1.01x"), ("m", "not tried", SHORT), net_seconds_saved=-20.0),

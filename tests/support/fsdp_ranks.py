@@ -20,11 +20,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from compile_callbacks import InductorCompile, compile_phases, report_of, restore
-from tests.support.models import CLASSES, FEATURES, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, trainer
 from tests.support.models import loader as batches
 from tests.support.pairs import ACCELERATOR, BACKEND, DEVICE, join, run_cases
 from tests.support.uncached import Uncached
@@ -54,44 +53,23 @@ class Blocks(nn.Module):
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.checkpoints = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+            x = layer(x)
         return self.head(x)
 
 
-class Whole(pl.LightningModule):
-    """Trains `Blocks`, and keeps the losses."""
+class Whole(Classifier):
+    """Trains `Blocks`."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(1)
-        self.net = Blocks()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1]), sync_dist=True)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.net(batch[0])
+        super().__init__(Blocks())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class WholeForward(Whole):
-    """Has a ``forward``, which its steps do not call."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
 
 
 class Sharded(Whole):
@@ -205,12 +183,6 @@ def predicts():
     return {"apart": float((got - expected).abs().max()), "report": phases(ours)}
 
 
-def checkpoints_activations():
-    module = Sharded()
-    module.net.checkpoints = True
-    return compared(compiler(), module)
-
-
 class Thaws(pl.Callback):
     """The first block is frozen in the first epoch."""
 
@@ -292,7 +264,7 @@ def fsdp1_in_a_trainer():
     """Lightning wraps the LightningModule as a whole, and each block within it."""
     ours, losses = compiler(), []
     for callbacks in ((ours,), ()):
-        module = WholeForward()
+        module = Whole()
         settings = {"accelerator": ACCELERATOR, "devices": 2, "num_sanity_val_steps": 0}
         strategy = OnAnyDevice(auto_wrap_policy={Block}, process_group_backend=BACKEND)
         trainer(*callbacks, strategy=strategy, **settings).fit(module, loader(2), loader(2))

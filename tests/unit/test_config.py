@@ -20,6 +20,7 @@ from compile_callbacks import (
     compile_phases,
     export,
     graph_pass,
+    load_exported,
 )
 
 pytestmark = pytest.mark.all_versions
@@ -40,6 +41,7 @@ def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
 
 of_module = functools.partial(compile_phases, nn.ReLU())
 tune = functools.partial(Tune, candidates=["default"])
+exports = functools.partial(export, module=nn.ReLU(), args=(torch.ones(2),), path="net.pt2")
 VALUES = [
     (InductorConfig, {"mode": "max-autotun"}, "mode='max-autotun' is unknown; did you mean 'max-autotune'.*'default'"),
     (InductorConfig, {"template": "cutlas"}, "template='cutlas' is unknown; did you mean 'cutlass'"),
@@ -66,6 +68,11 @@ VALUES = [
     (Tune, {"candidates": ["eager", None]}, "has no candidate except eager"),
     (Tune, {"candidates": ["defualt"]}, r"candidates\[0\]='defualt' is unknown; did you mean 'default'"),
     (tune, {"steps": 4}, "steps=4 must be 5 or more"),
+    (InductorCompile, {"cache_dir": ""}, "'.' is the current folder"),
+    (exports, {"args": (torch.tensor(1.0),)}, "without a batch, set dynamic_batch=False"),
+    (exports, {"path": "net.pt"}, r"path='net\.pt' must end in '\.pt2'"),
+    (exports, {"mode": None}, "mode=None compiles nothing"),
+    (exports, {"verify": "eager"}, "verify='eager' is unknown"),
 ]
 TYPES = [
     (InductorConfig, {"mode": None}, "mode=None .*'default', not NoneType"),
@@ -80,14 +87,20 @@ TYPES = [
     (InductorCompile, {"train_mode": False}, "train_mode=False must be a mode"),
     (Tune, {"candidates": "default"}, "candidates='default' must be a list"),
     (Tune, {"candidates": ["default", 3]}, r"candidates\[1\]=3"),
+    (InductorCompile, {"cache_dir": b"kept"}, "cache_dir=b'kept' must be the path of a folder, not bytes"),
+    (exports, {"module": 3}, r"module=3 must be a torch\.nn\.Module"),
+    (exports, {"args": torch.ones(2)}, r"of positional inputs, such as \(tensor,\), not Tensor"),
+    (load_exported, {"path": 3}, r"path=3 must be a path, not int"),
 ]
 
 
 @pytest.mark.parametrize("row", [(ValueError, *row) for row in VALUES] + [(TypeError, *row) for row in TYPES])
-def test_wrong_arguments_are_refused_by_name(row):
+def test_wrong_arguments_are_refused_by_name(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     error, call, arguments, text = row
-    with pytest.raises(error, match=rf"{text}.*\[CC20\d: "):
+    with pytest.raises(error, match=rf"{text}.*\[CC\d\d\d: "):
         call(**arguments)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_mode_and_default_of_the_installed_torch_is_accepted():
