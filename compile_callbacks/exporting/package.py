@@ -24,13 +24,7 @@ from compile_callbacks._utils.errors import warn_user, with_code
 from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
-from compile_callbacks.exporting.loaded_package import (
-    METADATA_KEY,
-    ExportError,
-    Inputs,
-    is_batch,
-    load_exported,
-)
+from compile_callbacks.exporting.loaded_package import METADATA_KEY, ExportError, Inputs, is_batch, load_exported
 from compile_callbacks.graphs.accuracy import Comparison, compare_results, not_compared, tolerance
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.passes.base import HOOK_OPTIONS
