@@ -163,12 +163,6 @@ def test_a_search_that_raises_costs_a_target_and_not_the_run(monkeypatch):
     assert any("could not be made a target: ZeroDivisionError" in str(warning.message) for warning in caught)
 
 
-def test_a_fit_without_validation_leaves_the_baseline_of_a_later_test():
-    module = fit(ours := InductorCompile(baseline_steps=5), validation=None)
-    trainer(ours).test(module, loader(20), verbose=False)
-    assert ours.report.infer.diagnostics.eager_samples >= 5
-
-
 def test_with_fullgraph_the_first_call_may_be_within_a_dispatch_mode():
     compiled = compile_phases(mlp(), {"fullgraph": True})
     with FlopCounterMode(display=False):

@@ -338,20 +338,3 @@ def test_code_of_a_losing_candidate_is_freed(monkeypatch):
 
     Times(monkeypatch, train={"eager": 10, "default": 5, None: 5, UNFUSED.describe(): 8})
     assert graphs_in_the_last_step(BOTH) == graphs_in_the_last_step("default") > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}])
-def test_cuda_graphs_are_candidates_on_a_gpu(settings):
-    tune = Tune(["default", "reduce-overhead"], steps=10)
-
-    ours = InductorCompile(tune, tune)
-    settings |= {"train": 20, "validation": 8, "max_epochs": 12, "accelerator": "gpu"}
-    compiled, eager = fit(ours, **settings), fit(**settings)
-    # Rounding grows: on an H200 each mode by hand is off by 6e-5 in 160 steps, and by 0.1 in 240.
-    torch.testing.assert_close(compiled.losses[:150], eager.losses[:150], rtol=1e-2, atol=1e-3)
-    for report in (ours.report.train, ours.report.infer):
-        of = trials(report)
-        assert [name for name, trial in of.items() if trial["verdict"] == "chosen"] == [report.mode]
-        assert report.mode == "eager" or of[report.mode]["median_ms"] < of["eager"]["median_ms"]
-        assert of["reduce-overhead"]["samples"] >= 5
