@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ def _doubt(
         return "the weights are sharded"
     if ranks > 1:
         return "several processes train together"
+    if threading.current_thread() is not threading.main_thread():  # torch keeps CUDA graphs by thread, and raises
+        return "the steps do not run in the main thread"
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         return f"the memory allocator is {allocator!r}"
     if not shapes:

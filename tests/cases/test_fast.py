@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch._inductor.compile_fx
@@ -50,6 +52,13 @@ def test_cuda_graphs_need_an_nvidia_gpu_and_the_allocator_of_torch(monkeypatch):
     ):
         monkeypatch.setattr(module, name, value)
         assert FAST.variant({GPU}, None, 1, ALIKE)[-2:] == (False, reason)
+
+
+def test_cuda_graphs_need_the_main_thread(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    with ThreadPoolExecutor() as threads:
+        variant = threads.submit(FAST.variant, {GPU}, None, 1, ALIKE).result()
+    assert variant[-2:] == (False, "the steps do not run in the main thread")
 
 
 def test_the_line_without_arguments_says_on_a_cpu_that_it_runs_default(recwarn):
