@@ -94,13 +94,6 @@ def test_cli_builds_every_form_of_a_mode_and_prints_what_builds_it_again(train, 
     assert {name: in_yaml[name] for name in written} == written
 
 
-def test_a_run_of_the_cli_tries_the_candidates_of_a_tune(tmp_path):
-    report = cli(tmp_path, run=True, train_mode=TUNED, infer_mode="eager", baseline_steps=0).report
-    assert report.train.graphs >= 1
-    assert (report.train.fallbacks, report.infer.graphs) == (0, 0)
-    assert {trial["candidate"] for trial in report.train.diagnostics.trials} == {"eager", "default", "aten"}
-
-
 def test_cli_names_the_argument_and_the_value_that_is_wrong(tmp_path, capsys):
     for argument, value, message in (
         ("train_mode", "reduce-overheadd", "train_mode='reduce-overheadd' is unknown; did you mean 'reduce-overhead'?"),

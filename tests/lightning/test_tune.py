@@ -203,18 +203,6 @@ def test_the_kernels_of_the_fastest_candidate_alone_are_tuned(fastest, steps, tr
 # ------------------------------------------------------------------------------------------ which steps are compared
 
 
-def freezes_a_weight(module, number):
-    """Changes the workload of all steps after the first block."""
-    if number == BLOCK:
-        module.net.bias.requires_grad_(False)
-
-
-def test_a_candidate_without_comparable_steps_ends(tmp_path):
-    tuned = Tuned({"eager": 15, A: 5}, [A], before=freezes_a_weight, gpu=True, steps=250, folder=tmp_path)
-    assert (tuned.mode, tuned.blocks(A), tuned.is_kept) == ("eager", 10, False)
-    assert tuned.trials[A]["reason"] == "only 0 steps can be compared"
-
-
 @AT_ONCE
 @pytest.mark.parametrize(("lengths", "fast"), [(10, True), (250, True), (10**4, False)])
 def test_the_first_steps_of_new_shapes_do_not_favor_the_last_candidate(lengths, fast):
