@@ -1,23 +1,26 @@
 """Ways to train a model, timed in one process in alternating blocks: eager, compiled by hand, and the bare line.
 
-Each way is a Trainer in its own thread, and one thread runs at a time. Each pair of blocks gives one ratio, so that a
-machine that becomes faster or slower favors no way. The way "graph of the step" is no Trainer: it is a CUDA graph of
-forward pass, backward pass and fused optimizer, the least time that launching the same kernels can take.
+Each way is a Trainer in its own thread, the bare line in the main thread, and one of them runs at a time. Each pair of
+blocks gives one ratio, so that a machine that becomes faster or slower favors no way. The way "graph of the step" is no
+Trainer: it is a CUDA graph of forward pass, backward pass and fused optimizer, the least time that launching the same
+kernels can take.
 
-python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager bare ...] [--json FILE]
+python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager graph ...] [--json FILE]
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from models import make
-from tables import Row, alternate, compare_blocks, parser_for, print_columns, save, say, summarize, with_interval
+from tables import Row, compare_blocks, parser_for, print_columns, save, say, summarize, with_interval
 from torch import nn
+from torch._inductor import cudagraph_trees
 from trainer import Classifier, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
@@ -26,32 +29,36 @@ WAYS = {
     "eager": "eager",
     "default": "net.compile()",
     "reduce-overhead": 'net.compile(mode="reduce-overhead")',
-    "bare": "InductorCompile()",
     "graph": "graph of the step",
 }
+BARE = "InductorCompile()"
 
 
 class Turns:
     """The batches of one way, which wait for its turn before each block."""
 
     def __init__(self, batch: Any, args: Any) -> None:
-        self.batch, self.prepare, self.pairs, self.block = batch, args.prepare_steps, args.pairs, args.block_steps
+        self.batch, self.args = batch, args
         self.turn, self.ready = threading.Semaphore(0), threading.Semaphore(0)
         self.block_ms = 0.0
 
     def __len__(self) -> int:
-        return self.prepare + self.pairs * self.block
+        return self.args.prepare_steps + self.args.pairs * self.args.block_steps
 
     def __iter__(self) -> Iterator[Any]:
-        for steps in (self.prepare, *[self.block] * self.pairs):
+        for steps in (self.args.prepare_steps, *[self.args.block_steps] * self.args.pairs):
             self.turn.acquire()
-            synchronize()
-            began = time.perf_counter()
-            for _ in range(steps):
-                yield self.batch
-            synchronize()
-            self.block_ms = (time.perf_counter() - began) / steps * 1000
+            yield from self.block(steps)
             self.ready.release()
+
+    def block(self, steps: int) -> Iterator[Any]:
+        """Yield the batches of a block, and time their steps."""
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            yield self.batch
+        synchronize()
+        self.block_ms = (time.perf_counter() - began) / steps * 1000
 
     def run_block(self) -> float:
         """Let the way run its next block, and return the milliseconds of a step."""
@@ -60,23 +67,43 @@ class Turns:
         return self.block_ms
 
 
-def trainer_way(way: str, args: Any) -> tuple[Callable[[], float], list[Any]]:
-    """Start the Trainer of a way, and return what runs its next block, and its callbacks."""
+class Rounds(Turns):
+    """The batches of the way in the main thread, which lets the other ways run their blocks before or after its own."""
+
+    def __init__(self, batch: Any, args: Any, others: Mapping[str, Callable[[], float]]) -> None:
+        super().__init__(batch, args)
+        self.others = others
+        self.samples: dict[str, list[float]] = {way: [] for way in (*others, BARE)}
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.block(self.args.prepare_steps)
+        for number in range(self.args.pairs):
+            for way in reversed(self.samples) if number % 2 else self.samples:
+                if way == BARE:
+                    yield from self.block(self.args.block_steps)
+                self.samples[way].append(self.block_ms if way == BARE else self.others[way]())
+
+
+def by_hand_way(way: str, args: Any) -> Callable[[], float]:
+    """Start the Trainer of a way in a thread, and return what runs its next block."""
     net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
-    if way in ("default", "reduce-overhead"):
+    if way != "eager":
         net.compile(mode=None if way == "default" else way)
-    callbacks = [InductorCompile()] if way == "bare" else []
-    turns, module = Turns(batch, args), Classifier(net)
-    trainer = make_trainer(args.device, *callbacks, num_sanity_val_steps=0)
+    turns = Turns(batch, args)
 
     def fit() -> None:
         try:
-            trainer.fit(module, turns)
+            if args.device == "cuda":  # torch 2.11 does so for the main thread only
+                states = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
+                for name, state in states.items():
+                    setattr(cudagraph_trees.local, name, state)
+                    torch._C._stash_obj_in_tls(name, state)
+            make_trainer(args.device, num_sanity_val_steps=0).fit(Classifier(net), turns)
         finally:
             turns.ready.release()  # after an error, too
 
     threading.Thread(target=fit, name=way, daemon=True).start()
-    return turns.run_block, callbacks
+    return turns.run_block
 
 
 def graph_way(args: Any) -> Callable[[], float]:
@@ -119,20 +146,22 @@ def main() -> None:
     add("--pairs", type=int, default=12, help="number of blocks of each way")
     add("--block-steps", type=int, default=20)
     add("--prepare-steps", type=int, default=330, help="untimed steps; the callback times most of its first 300")
-    add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead", "bare"])
+    add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead"])
     args = parser.parse_args()
-    timers: dict[str, Callable[[], float]] = {}
-    modes: dict[str, str] = {}
+    others: dict[str, Callable[[], float]] = {}
     for way in args.ways:
         began = time.perf_counter()
-        timers[way], callbacks = (graph_way(args), []) if way == "graph" else trainer_way(way, args)
-        timers[way]()  # the steps that prepare
-        modes[way] = callbacks[0].report.train.mode if callbacks else ""
+        others[way] = graph_way(args) if way == "graph" else by_hand_way(way, args)
+        others[way]()  # the steps that prepare
         say(f"{args.model}, batch {args.batch_size}: {way} is ready after {time.perf_counter() - began:.0f} s")
-    blocks = alternate(timers, args.pairs)
+    net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
+    callback, rounds = InductorCompile(), Rounds(batch, args, others)
+    make_trainer(args.device, callback, num_sanity_val_steps=0).fit(Classifier(net), rounds)
+    blocks = rounds.samples
     rows: list[Row] = []
     for way, block_ms in blocks.items():
-        row = {"model": args.model, "batch_size": args.batch_size, "way": WAYS[way], "mode": modes[way]}
+        mode = callback.report.train.mode if way == BARE else ""
+        row = {"model": args.model, "batch_size": args.batch_size, "way": WAYS.get(way, way), "mode": mode}
         row |= summarize(block_ms) | {"block_ms": block_ms}
         for other in ("eager", "default", "reduce-overhead"):
             if other in blocks and other != way:

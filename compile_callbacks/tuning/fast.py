@@ -57,7 +57,7 @@ def _doubt(
         return "the weights are sharded"
     if ranks > 1:
         return "several processes train together"
-    if threading.current_thread() is not threading.main_thread():  # torch keeps CUDA graphs by thread, and raises
+    if threading.current_thread() is not threading.main_thread():  # torch 2.11 raises there
         return "the steps do not run in the main thread"
     if (allocator := torch.cuda.get_allocator_backend()) != "native":
         return f"the memory allocator is {allocator!r}"
