@@ -15,9 +15,9 @@ import torch
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import as_device
 from compile_callbacks.config import templates
+from compile_callbacks.config.fast import FAST
 from compile_callbacks.config.inductor_config import InductorConfig
 from compile_callbacks.report.render import print_texts
-from compile_callbacks.tuning.fast import FAST
 
 _USED_FOR = {
     "default": "Fused kernels: the usual choice",

@@ -19,6 +19,7 @@ from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_type
 from compile_callbacks._utils.signatures import tensors_of
 from compile_callbacks.calls.dispatcher import compiled_target_names
+from compile_callbacks.config.fast import FAST, Fast
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.graphs.target_log import OnError, TargetSettings, Verify
@@ -27,7 +28,6 @@ from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.grad_mode import GradModeSession
 from compile_callbacks.targets.fsdp import check_not_sharded
 from compile_callbacks.targets.resolve import resolve_targets
-from compile_callbacks.tuning.fast import FAST, Fast
 
 State = Literal["init", "active", "inactive", "checkpoint_loaded", "deployed"]
 

@@ -18,12 +18,12 @@ import torch
 from compile_callbacks._utils.files import digest
 from compile_callbacks._utils.phases import EAGER, Phase
 from compile_callbacks.cache.folder import ModelRecord
+from compile_callbacks.config.fast import Fast
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, InductorConfig, Variant
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, Step, Workload
 from compile_callbacks.tuning import candidates
 from compile_callbacks.tuning.candidates import CompileFacts, Trial, of_tune
-from compile_callbacks.tuning.fast import Fast
 from compile_callbacks.tuning.tune import AUTO, PhaseConfig, Tune
 
 Blocks = Generator[Trial | None, Step | None, None]

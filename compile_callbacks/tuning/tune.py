@@ -9,9 +9,9 @@ from typing import Any
 from compile_callbacks._utils.errors import with_code
 from compile_callbacks._utils.messages import check_fields, check_type
 from compile_callbacks._utils.phases import EAGER
+from compile_callbacks.config.fast import FAST, Fast
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, Settings, as_config
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
-from compile_callbacks.tuning.fast import FAST, Fast
 
 AUTO = "auto"
 """The mode, and the value of ``candidates``, for which the library chooses candidates by device, phase and run."""
