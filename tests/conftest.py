@@ -148,12 +148,18 @@ _SET_BY_OTHERS = (
 
 @pytest.fixture
 def logged():
-    """The lines of Lightning's logger, which propagates them only if it was imported after pytest's plugin."""
-    lines, handler, logger = [], logging.Handler(), logging.getLogger("lightning.pytorch")
+    """The lines of Lightning's loggers, which propagate them only if they were imported after pytest's plugin.
+
+    The package that was imported last decides which logger both use for lines of rank zero.
+    """
+    lines, handler = [], logging.Handler()
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
+    for logger in loggers:
+        logger.addHandler(handler)
     yield lambda: lines
-    logger.removeHandler(handler)
+    for logger in loggers:
+        logger.removeHandler(handler)
 
 
 @pytest.fixture

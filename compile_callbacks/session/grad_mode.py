@@ -82,7 +82,9 @@ def compile_phases(
         raise ValueError(with_code("CC802", unsupported))
     targets_found = resolve_targets(inner, arguments.targets or ("forward",))
     if compiled_target_names(inner):
-        message = f"module={type(inner).__name__} is already compiled by this library: call restore(module) first"
+        message = (
+            f"module={type(inner).__name__} is already compiled by this library: call restore() or deactivate() first"
+        )
         raise ValueError(with_code("CC203", message))
     # A hand-written loop may keep the graph of any backward pass.
     settings = replace(arguments.target_settings, keeps_graph=True)

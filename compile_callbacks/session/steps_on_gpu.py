@@ -17,7 +17,7 @@ class StepsOnGpu:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.on_gpu = False
+        self.on_gpu, self._uses_one_thread = False, True
         self._module = module
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._one_thread: torch.autograd.set_multithreading_enabled | None = None

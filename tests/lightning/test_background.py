@@ -203,7 +203,7 @@ def test_if_the_helper_process_dies_the_steps_stay_eager_and_the_next_run_starts
     assert_trained_as_eager(module)
     run(callback, compiled_steps(12), module)
     assert callback.report.train.diagnostics.steps["compiled"] == 12
-    assert (tmp_path / "inductor" / "locks").exists()  # of the helper process
+    assert (tmp_path / "inductor" / "aotautograd").exists()  # of the helper process
 
 
 def test_damaged_code_is_not_used(monkeypatch):
