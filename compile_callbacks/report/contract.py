@@ -62,6 +62,8 @@ def read_contract(path: Path) -> dict[str, Any]:
     contract = {"margin": MARGIN, **_load(path)}
     if contract.get("version") != VERSION:
         raise ContractError(f"{path}: version={contract.get('version')!r}, but this library reads version {VERSION}")
+    if contract["margin"] < 0:
+        raise ContractError(f"{path}: margin={contract['margin']!r} must be a number from 0 on, such as {MARGIN}")
     names = [*contract, *(f"{phase}.{name}" for phase in PHASES for name in contract.get(phase, ()))]
     known = [*_FIELDS, *(f"{phase}.{name}" for phase in PHASES for name in _PHASE_FIELDS)]
     for name in names:
@@ -73,8 +75,11 @@ def read_contract(path: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> Any:
+    def refuse(constant: str) -> None:  # because each comparison with NaN is false
+        raise ValueError(f"{constant} is no number")
+
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(path.read_bytes(), parse_constant=refuse)
     except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"{path} cannot be read: {error}") from error
 

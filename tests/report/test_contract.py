@@ -125,6 +125,8 @@ def test_equal_runs_fulfill_the_contract_and_a_worse_contract_is_broken(record, 
     [
         (lambda c, r: c.update(grahps=1), "field='grahps' is unknown"),
         (lambda c, r: c["train"].update(graph=1), "did you mean 'train.graphs'?"),
+        (lambda c, r: c.update(margin=-1), "margin=-1 must be a number from 0 on"),
+        (lambda c, r: c.update(margin=float("nan")), "cannot be read: NaN is no number"),
         (lambda c, r: c["train"].update(targets=[[1]]), "is damaged: TypeError"),
         (lambda c, r: [c.pop(phase) for phase in ("train", "infer")], "checks nothing"),
         (lambda c, r: c.update(call="test"), "contains no record of a call of test"),
