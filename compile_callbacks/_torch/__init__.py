@@ -1,4 +1,4 @@
-"""Wraps torch's private modules, with one file for each subsystem. No other package imports private modules of torch.
+"""Wraps torch's private modules, one file for each subsystem. No other package imports them, except ``_pytree``.
 
 These files hide the differences between torch versions. Tests run with 2.11 and 2.15. The docstring of a workaround
 contains ``Workaround (torch<2.12; pytorch#1): reason`` if a version of torch makes the workaround unnecessary, or

@@ -96,7 +96,7 @@ class ModelRecord:
     """One JSON file for a model. A file that is missing, damaged or of another version counts as empty.
 
     - ``"winners"``: for each set of conditions, the winner of a `Tune`.
-    - ``"shapes"``: for each phase and target, the input dimensions that vary.
+    - ``"shapes"``: for each phase and target, the input dimensions that vary, and facts about backward passes.
     """
 
     path: Path

@@ -79,7 +79,7 @@ class InductorCompile(Callback):
         on_error: The reaction if the compiler fails: ``"eager"`` warns, counts the failure and runs the graph
             eagerly; ``"raise"`` ends the run with a `CompileError`.
         verify: The reaction if a new graph differs from eager by more than rounding explains. The callback compares
-            outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the graph eagerly,
+            outputs, mutated inputs and gradients. ``"warn"`` warns, ``"eager"`` warns and runs the target eagerly,
             and ``"raise"`` ends the run. ``"off"`` skips the comparison. Results that rounding cannot explain at all,
             such as values that are not finite, run eagerly also with ``"warn"``.
         cache_dir: The folder for the compiled code of Inductor and Triton, and for the winner of a `Tune`. A later run
@@ -240,7 +240,7 @@ class InductorCompile(Callback):
             self.session.discard()  # type: ignore[union-attr]
 
     def _end_call(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        """End a call: remove the hook and the compiled targets, and write the report."""
+        """End a call: remove the hook, end the run of the session, and write the report."""
         if (ours := self._trainer) is None or (ours is not trainer and ours.state.status == TrainerStatus.RUNNING):
             return
         self._trainer = self._active = None

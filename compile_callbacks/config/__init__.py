@@ -1,1 +1,1 @@
-"""Settings of a phase: modes, templates, Inductor options, and the candidates of a `Tune`."""
+"""Settings of a phase: modes, templates and Inductor options."""

@@ -10,9 +10,9 @@ from compile_callbacks.profiling.comparison import Outcome
 
 
 class EventKindInfo(NamedTuple):
-    """How the report and the lines during a run show a kind of event."""
+    """How the report's list of reasons and the lines during a run show a kind of event."""
 
-    title: str  # of the report's table of reasons
+    title: str  # in the report's list of reasons
     line: str = ""  # printed during the run
 
 

@@ -49,9 +49,9 @@ class Workload(NamedTuple):
 class Step:
     """One step: the processing of one batch, from its start to its end."""
 
-    variant: Variant = EAGER_VARIANT  # that the policy chose
+    variant: Variant = EAGER_VARIANT  # that the contest chose
     first: bool = False  # of its stage or epoch
-    wanted: bool = False  # whether the policy wants the time of the step
+    wanted: bool = False  # whether the contest wants the time of the step
     repeats: bool = False  # whether it stands for further steps, which are only counted
     compiles: int = 0  # the recorder's number of compiles at the start
     graphs_before: int = 0  # the recorder's number of executed graphs at the start

@@ -265,7 +265,8 @@ class PhaseReport(Figures):
 
     @figure("compile", COUNT, default=0)
     def fallbacks(self) -> int:
-        """Number of compiler failures after which a target or a graph ran eagerly."""
+        """Number of times that a target or a graph was left to eager, for example after a compiler failure, after a
+        difference from eager, or at the recompile limit."""
         return len(self.diagnostics.events_of("fallback"))
 
     @figure(

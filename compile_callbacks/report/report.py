@@ -54,7 +54,7 @@ class CompileReport(Figures):
 
     @property
     def has_figures(self) -> bool:
-        """Whether a phase has a verdict, or a `Tune` has a verdict on a candidate."""
+        """Whether a phase has a verdict or a scalar, or a `Tune` has a verdict on a candidate."""
         trials = [trial for report in self.phases.values() for trial in report.diagnostics.trials]
         verdicts = self.train.verdict or self.infer.verdict or self.scalars()
         return bool(verdicts) or any(trial["verdict"] != "undecided" for trial in trials)

@@ -21,10 +21,9 @@ import compile_callbacks
 ROOT = Path(compile_callbacks.__file__).parent
 USES = runpy.run_path(str(ROOT.parent / ".ci/private_names.py"))["uses"]()
 ALLOWED = {
-    *("_asdict", "_fields", "_replace"),  # of named tuples
-    *("_buffers", "_modules", "_parameters", "_base"),  # nn.Module and Tensor, since the first versions of torch
+    *("_asdict", "_replace"),  # of named tuples
+    *("_buffers", "_modules", "_base"),  # nn.Module and Tensor, since the first versions of torch
     *("_compiler_ctx", "_getframe", "_compiles", "_key", "_module", "_samples"),  # of Lightning, of Python, and ours
-    "torch._foreach_copy_",
 }
 """Private attributes and names that other folders than ``_torch`` may use."""
 MAY_IMPORT_LIGHTNING = {"callbacks", "testing.py", "report/loggers.py"}
