@@ -49,10 +49,18 @@ class Tune(Settings):
     steps: int = 10
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", _checked(self.candidates))
         check_type("steps", self.steps, int, "an integer")
         if self.steps < MIN_SAMPLES:
             message = f"steps={self.steps!r} must be {MIN_SAMPLES} or more: fewer samples prove nothing"
+            raise ValueError(with_code("CC201", message))
+        if (given := self.candidates) == AUTO:
+            return
+        kinds = list if isinstance(given, str) else Sequence  # because a string is a sequence, too
+        check_type("candidates", given, kinds, "a list of modes or configs, or 'auto'")
+        configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(given)]
+        object.__setattr__(self, "candidates", tuple(dict.fromkeys(filter(None, configs))))
+        if not self.candidates:
+            message = f"candidates={given!r} has no candidate except eager, which is always a candidate"
             raise ValueError(with_code("CC201", message))
 
     @property
@@ -84,17 +92,3 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
         check_fields(argument, value, Tune)
         return Tune(**value)
     return as_config(value, argument, also=(FAST, AUTO, EAGER, None))
-
-
-def _checked(candidates: object) -> object:
-    if candidates == AUTO:
-        return AUTO
-    if isinstance(candidates, (str, Mapping, InductorConfig)) or not isinstance(candidates, Sequence):
-        message = f"candidates={candidates!r} must be a list of modes or configs, or 'auto'"
-        raise TypeError(with_code("CC202", message))
-    configs = [as_config(candidate, f"candidates[{i}]") for i, candidate in enumerate(candidates)]
-    distinct = {config.key(): config for config in configs if config is not None}
-    if not distinct:
-        message = f"candidates={candidates!r} has no candidate except eager, which is always a candidate"
-        raise ValueError(with_code("CC201", message))
-    return tuple(distinct.values())
