@@ -242,10 +242,11 @@ class Session:
                 run.times.synchronize()
             called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
             trials = run.trials.values() if isinstance(run.settings, Tune) and run.times.number else ()
+            settings = run.chosen.config or run.settings
             targets = [t for t in self._switch.targets if not self._search.searched or t.name in called]
             facts[phase] = PhaseFacts(
                 phase=phase,
-                mode=run.settings.describe() if run.settings else EAGER,
+                mode=settings.describe() if settings else EAGER,
                 mode_reason=run.chosen.reason,
                 target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,

@@ -61,10 +61,6 @@ class Trial:
         """The median of the compared step times, or infinity without a sample."""
         return statistics.median(self.samples) if self.samples else math.inf
 
-    def decide(self, verdict: Verdict, reason: str | None = None) -> None:
-        """Set the result."""
-        self.verdict, self.reason = verdict, reason
-
     def wins(self, eager: Trial) -> bool | None:
         """Return whether the candidate is faster than eager, or ``None`` if another round may decide.
 
@@ -76,8 +72,7 @@ class Trial:
             return False
         if not self.rounds:
             return None if self.ms * MIN_SPEEDUP < eager.ms else False
-        comparison = compare(eager.blocks, self.blocks, LEVEL)
-        if comparison is not None and comparison.low > MIN_SPEEDUP:
+        if (found := compare(eager.blocks, self.blocks, LEVEL)) and found.low > MIN_SPEEDUP:
             return True
         median, rounds = statistics.median, zip(eager.blocks[-self.rounds :], self.blocks[-self.rounds :], strict=False)
         lost = sum(not (ours and theirs and median(ours) * MIN_SPEEDUP < median(theirs)) for theirs, ours in rounds)
@@ -87,9 +82,9 @@ class Trial:
         """Set the result of a candidate that is not faster than eager, unless it failed."""
         samples, noise = min(len(self.samples), len(eager.samples)), ", which is within noise" if self.rounds else ""
         if self.verdict == "undecided" and samples < MIN_SAMPLES:
-            self.decide("not compared", f"only {samples} steps can be compared")
+            self.verdict, self.reason = "not compared", f"only {samples} steps can be compared"
         elif self.verdict == "undecided":
-            self.decide("not faster", f"{eager.ms / self.ms:.2f} times as fast as eager{noise}")
+            self.verdict, self.reason = "not faster", f"{eager.ms / self.ms:.2f} times as fast as eager{noise}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as JSON-ready data, with the median and the 95th percentile of the compared step times."""
@@ -112,7 +107,6 @@ def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None,
     ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
     The first candidate of ``"auto"`` is what the mode "fast" would become.
     """
-    no_cudagraphs = sharded or (None if device.type == "cuda" else "the module is not on a GPU")
     freezing = (phase == "infer" and sharded is None) or None  # has an effect only in stages that do not train
     auto = [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)][:: -1 if fast.static else 1]
     trials: dict[str, Trial] = {}
@@ -121,10 +115,10 @@ def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None,
         while name in trials:  # two candidates may have different passes of the same class
             name += "'"
         trials[name] = trial = Trial(Variant(config, name, static=not tune.configs and config.uses_cudagraphs))
-        if config.uses_cudagraphs and no_cudagraphs:
-            trial.decide("not tried", f"it asks for CUDA graphs, but {no_cudagraphs}")
-        elif config.freezes and phase == "infer" and sharded:
-            trial.decide("not tried", f"it asks for freezing, but {sharded}")
+        if sharded and (config.uses_cudagraphs or (config.freezes and phase == "infer")):
+            trial.verdict, trial.reason = "not tried", sharded
+        elif config.uses_cudagraphs and device.type != "cuda":
+            trial.verdict, trial.reason = "not tried", "it asks for CUDA graphs, but the module is not on a GPU"
     return trials
 
 

@@ -51,11 +51,7 @@ class Conditions(NamedTuple):
 class Contest:
     """Runs a block of eager steps, then blocks of the candidates, until a candidate is chosen.
 
-    The only config of a phase is chosen after the eager steps, which are the baseline of the speedup. They take at most
-    half of the steps of the run. With ``background=True``, the phase goes back to eager if the config is slower in
-    rounds of two blocks. Of a `Tune`, each candidate runs one block, and the fastest runs rounds against eager. A block
-    has a fixed number of steps, and no clock and no random numbers decide, so that all ranks change together.
-
+    A block has a fixed number of steps, and no clock and no random numbers decide, so that all ranks change together.
     In training, all ranks use rank zero's measurements at the end of each block. In the infer phase, ranks may have
     different numbers of batches, so each rank decides for itself.
     """
@@ -67,7 +63,6 @@ class Contest:
     def __init__(self, phase: Phase, settings: PhaseConfig) -> None:
         self.phase = phase
         self.settings = settings
-        """The settings of the phase, and after its eager steps its only config."""
         self.conditions = Conditions()
         self.steps_left = math.inf
         """The steps of the phase that remain in the run."""
@@ -100,18 +95,11 @@ class Contest:
     # ------------------------------------------------------------------------------------------ steps
 
     def begin(self, conditions: Conditions) -> None:
-        """Begin a Trainer run. Keep the winner of the last run, unless a longer run may choose another one.
-
-        On another device, the mode "fast" begins again.
-        """
-        alone = conditions._replace(of_rank_zero=lambda value: value)
-        if self.decision and self.decision.reason and conditions.device != self.conditions.device:
-            self.settings = Fast()
-            self._begin_with_eager()
-        self.conditions = conditions if self.phase == "train" else alone
+        """Begin a Trainer run. Begin again on another device, and if a longer run may choose another candidate."""
         is_open = self.decision is None or (self.decision is EAGER_VARIANT and self._was_short)
-        if isinstance(self.settings, Tune) and is_open:
+        if (isinstance(self.settings, Tune) and is_open) or conditions.device != self.conditions.device:
             self._begin_with_eager()
+        self.conditions = conditions if self.phase == "train" else conditions._replace(of_rank_zero=lambda value: value)
         self.plan(math.inf)
 
     def plan(self, steps_left: float) -> None:
@@ -165,7 +153,6 @@ class Contest:
         """Choose the only config of the phase, unless it is chosen."""
         if self.decision is None and not isinstance(self.settings, Tune):
             self.decision = self._only_variant(self.settings) if self.settings else EAGER_VARIANT
-            self.settings = self.decision.config
 
     def _only_variant(self, settings: InductorConfig | Fast) -> Variant:
         conditions = self.conditions
@@ -176,12 +163,11 @@ class Contest:
         if self.decision is not variant:  # `facts` excludes a candidate
             return False
         if isinstance(self.settings, Tune):
-            self.trials[str(variant.name)].decide("failed", reason)
-            default = self.trials[InductorConfig().describe()]
+            failed, default = self.trials[str(variant.name)], self.trials[InductorConfig().describe()]
+            failed.verdict, failed.reason = "failed", reason
             self._choose(self.trials[EAGER] if default.verdict in ("failed", "wrong") else default, reason)
         else:
             self.decision, self.turn = Variant(InductorConfig(), reason=reason), None
-            self.settings = self.decision.config
         return True
 
     def _compare(self, eager: Trial, trial: Trial) -> Blocks:
@@ -189,8 +175,7 @@ class Contest:
         yield from self._measure(trial)
         while trial.rounds < 3:
             yield from self._round(eager, trial)
-        comparison = compare(eager.blocks, trial.blocks)
-        if comparison is not None and comparison.outcome == "slower":
+        if (found := compare(eager.blocks, trial.blocks)) and found.outcome == "slower":
             self.decision = EAGER_VARIANT
             self.tell(f"compiled steps were slower in alternating blocks ({eager.ms:.2f} → {trial.ms:.2f} ms)")
 
@@ -215,7 +200,7 @@ class Contest:
             ms, trial.facts, self.steps_left = self.conditions.of_rank_zero(measured)
             trial.blocks.append(ms)
             if trial.facts.problem:
-                trial.decide(*trial.facts.problem)
+                trial.verdict, trial.reason = trial.facts.problem
             if trial.facts.problem or len(trial.samples) >= MIN_SAMPLES:
                 return
 
@@ -224,10 +209,9 @@ class Contest:
     def _tune(self, tune: Tune, eager: Trial) -> Blocks:
         yield from self._measure(eager)
         conditions, record, trials = self.conditions, self.conditions.record, self.trials
-        fast = self._only_variant(Fast())
-        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, fast)
+        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, self._only_variant(Fast()))
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
-        configs = [config.key() for config in tune.configs] or AUTO
+        configs = [config.key() for config in tune.configs]
         key = digest([dict(conditions.known), self.phase, configs, tune.steps, repr(self._usual)])
         entry = conditions.of_rank_zero(record.load()["winners"].get(key, {}) if record else {})
         if record and (winner := trials.get(str(entry.get("candidate")))) in ahead:
@@ -235,7 +219,7 @@ class Contest:
         while ahead:
             trial = ahead.pop(0)
             if self._is_auto and (why := candidates.why_not_compiled(trial, self.best, trials, self.steps_left)):
-                trial.decide("not tried", why)
+                trial.verdict, trial.reason = "not tried", why
             elif len(eager.samples) >= MIN_SAMPLES:
                 yield from self._measure(trial)
                 self.best = trial if trial.verdict == "undecided" and trial.ms < self.best.ms else self.best
@@ -270,10 +254,10 @@ class Contest:
 
     def _choose(self, winner: Trial, reason: str | None = None) -> None:
         self.decision = winner.variant
-        winner.decide("chosen", reason)
+        winner.verdict, winner.reason = "chosen", reason
         for trial in self.trials.values():
             if trial.verdict == "undecided":
-                trial.decide("beaten" if trial.blocks else "not tried")
+                trial.verdict = "beaten" if trial.blocks else "not tried"
         self.tell(f"{self.phase} phase: {winner.variant.name} is chosen" + (f": {reason}" if reason else ""))
 
     @property
