@@ -68,7 +68,7 @@ def test_the_line_without_arguments_says_on_a_cpu_that_it_runs_default(recwarn):
     for phase, report in callback.report.phases.items():
         assert (report.mode, report.mode_reason) == ("default", "the weights are not on a GPU")
         [line] = [line for line in str(callback.report).splitlines() if line.startswith(phase)]
-        assert line.endswith("; mode default (the weights are not on a GPU)")
+        assert "; mode default (the weights are not on a GPU)" in line  # advice about slow steps may follow
     assert [str(warning.message) for warning in recwarn if "[CC" in str(warning.message)] == []
 
 
