@@ -301,9 +301,9 @@ def _check_mode(mode: object, argument: str = "mode", also: tuple[str | None, ..
     check_choice(argument, mode, [*_torch.inductor.modes(), *also], hint)
 
 
-def as_compiling_config(value: object, argument: str = "mode") -> InductorConfig:
+def as_compiling_config(mode: object) -> InductorConfig:
     """Convert a mode to a config, and refuse modes that compile nothing."""
-    config = as_config(value, argument, also=())
+    config = as_config(mode, "mode", also=())
     if config is None:
-        raise ValueError(with_code("CC203", f"{argument}={value!r} compiles nothing; use a mode of torch.compile"))
+        raise ValueError(with_code("CC203", f"{mode=} compiles nothing; use a mode of torch.compile"))
     return config
