@@ -222,10 +222,9 @@ class CompileRecorder:
         """Record that a frame of the running call reached torch's recompile limit, with the last reason if known."""
         if all(event.code != "CC103" for event in self.events_of(key, "fallback")):
             last = next(reversed(self.events_of(key, "recompile")), None)
-            reason = (
-                f"torch's recompile limit is reached; the last reason: {last.reason if last else 'unknown to torch'}"
-            )
-            self.record("fallback", key, reason=reason, fix=last and last.fix, code="CC103")
+            reason, fix = (last.reason, last.fix) if last else ("unknown to torch", None)
+            reason = f"torch's recompile limit is reached; the last reason: {reason}"
+            self.record("fallback", key, reason=reason, fix=fix, code="CC103")
 
     # ------------------------------------------------------------------------------------------ recording
 
