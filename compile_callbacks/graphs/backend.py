@@ -42,7 +42,7 @@ class GraphBackend:
 
     def __init__(self, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
         self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
-        self.graphs = 0  # the number of compiled graphs
+        self.graphs = 0  # the number of compiled graphs that are not freed
         self.frozen = frozen  # whether the weights are frozen
         self.has_collective = False  # whether a graph communicates with other processes
         self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
@@ -58,7 +58,8 @@ class GraphBackend:
         eager = _torch.graphs.eager_graph(graph_module)  # a copy, because Inductor changes the graph
         if log.recorder.stopping():
             log.recorder.record("fallback", log.key, reason="the run was asked to stop before the compile began")
-            return CompiledGraph(eager, log)
+            self._in_memory.append(stopped := CompiledGraph(eager, log))
+            return stopped
         self._check_capture(graph_module)
         device = _device_of(example_inputs)
         # Weights are frozen only in stages in which they are constant, with any mode.
@@ -82,15 +83,16 @@ class GraphBackend:
                 graph.verification = Verification(compiled, eager, options, log, has_collective)
             graph.compiled, graph.fits = compiled, fits
 
-        if not self._is_requested(graph_module, example_inputs, arguments, use):
-            compiled = self._compile(graph_module, example_inputs, arguments)
-            if isinstance(compiled, Exception):
-                log.compiler_failed(compiled)
-                return graph
-            # After the compile, because Dynamo may restart its analysis and call this again.
+        is_requested = self._is_requested(graph_module, example_inputs, arguments, use)
+        compiled = None if is_requested else self._compile(graph_module, example_inputs, arguments)
+        # After the compile, because Dynamo may restart its analysis and call this again.
+        self._in_memory.append(graph)
+        if isinstance(compiled, Exception):
+            log.compiler_failed(compiled)
+            return graph
+        if compiled is not None:
             log.recorder.count_graph()
             use(compiled)
-        self._in_memory.append(graph)
         self.graphs += 1
         return graph
 
@@ -105,7 +107,7 @@ class GraphBackend:
 
     def free(self) -> None:
         """Free the compiled code, with its frozen weights. The next call of the target compiles again."""
-        self.function = None
+        self.function, self.graphs = None, 0
         queue = self._log.settings.requests
         queue.waiting = [graph for graph in queue.waiting if graph.backend is not self]  # load no code for it
         for graph in self._in_memory:
@@ -164,7 +166,7 @@ class GraphBackend:
 
     def _compile_here(self, reason: str) -> None:
         """Compile the target in this process from its next call on."""
-        self._compiles_here, self.graphs = True, 0
+        self._compiles_here = True
         self._log.recorder.record("foreground", self._log.key, reason=reason)
         self.free()
 
