@@ -53,7 +53,7 @@ def verdict(way: str, precision: str, seed: int) -> str:
     eager, compiled = (truth * noise).to(computed_in).to(dtype)
     expected, actual, reference = ({"the gradient of x": gradient} for gradient in (eager, WAYS[way](compiled), truth))
     allowed = tolerance([dtype, computed_in], torch.device("cpu"))
-    return compare_results(expected, actual, allowed, lambda: reference).verdict
+    return compare_results(expected, actual, allowed, lambda: reference).result
 
 
 def main() -> None:

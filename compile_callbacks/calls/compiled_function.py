@@ -71,8 +71,8 @@ class CompiledFunction:
             has_hooks = (_torch.dynamo.has_call_hooks(m.module, own=m.method is None) for m in self._target.members)
             self.hooks_seen = _torch.dynamo.hooks_registered()
             if any(has_hooks):
-                self.hooks_seen = self._backend.function = None
-        return self._backend.function or self._compile()
+                self.hooks_seen = self._backend.compiled_call = None
+        return self._backend.compiled_call or self._compile()
 
     def _compile(self) -> Callable[..., Any]:
         target, phase = self._log.key[:2]
@@ -93,7 +93,7 @@ class CompiledFunction:
         except _torch.ports.MissingPortError as error:
             self._log.warn_later("CC309", str(error), about="frames")
             compiled = torch.compile(function, backend=backend, **arguments)
-        self._backend.function = compiled
+        self._backend.compiled_call = compiled
         return compiled
 
     # ------------------------------------------------------------------------------------------ a frame
@@ -183,7 +183,7 @@ class CompiledFunction:
         if DIFFERENTIATED in facts and not graphs:
             if log.settings.on_error == "raise":
                 raise CompileError(_DIFFERENTIATED)
-            raise log.run_target_eagerly("CC303", _DIFFERENTIATED)
+            raise log.leave_eager("CC303", _DIFFERENTIATED)
         self._backend.keeps_graph = log.settings.keeps_graph or KEPT in facts
         with contextlib.ExitStack() as stack:
             if self._config.dynamic is None:

@@ -54,7 +54,7 @@ class CompiledTarget:
         is_unusual = outer is not None or is_transformed or log.runs_eagerly or log.warnings or not self.called
         if is_unusual and self._runs_call_eagerly(outer, is_transformed):
             return member.eager(*args, **kwargs)
-        compiled = self.backend.function
+        compiled = self.backend.compiled_call
         if compiled is None or self.weights is not None or function.hooks_seen not in (None, _hooks_registered()):
             compiled = self._function_after_looks()
         if recorder not in recorder.listeners:
@@ -113,7 +113,7 @@ class CompiledTarget:
         self._traces += call.traced
         if self._traces >= TRACES_WITHOUT_GRAPH and not (self.backend.graphs or log.runs_eagerly):
             reason = f"torch traced {TRACES_WITHOUT_GRAPH} calls and compiled no graph: {self.why_no_graph}"
-            log.run_target_eagerly("CC101", reason)
+            log.leave_eager("CC101", reason)
         if call.constant_draws and log.settings.verify != "off":
             reason = (
                 f"torch drew random numbers of Python in {', '.join(dict.fromkeys(call.constant_draws))} only while it "
@@ -122,7 +122,7 @@ class CompiledTarget:
             if log.settings.verify == "raise":
                 message = f"target {self.key.target!r} in the {self.key.phase} phase: {reason}"
                 raise CompileError(with_code("CC306", message))
-            log.run_target_eagerly("CC306", reason)
+            log.leave_eager("CC306", reason)
         log.issue_warnings()
 
     def _warn_of_transform(self) -> None:

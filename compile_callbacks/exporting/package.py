@@ -25,7 +25,7 @@ from compile_callbacks._utils.files import atomic_write
 from compile_callbacks._utils.messages import check_choice, check_type, describe_failure, in_one_line
 from compile_callbacks.config.inductor_config import InductorConfig, Mode, as_compiling_config
 from compile_callbacks.exporting.loaded_package import METADATA_KEY, ExportError, Inputs, is_batch, load_exported
-from compile_callbacks.graphs.accuracy import Comparison, compare_results, not_compared, tolerance
+from compile_callbacks.graphs.accuracy import GraphComparison, compare_results, not_compared, tolerance
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.passes.base import HOOK_OPTIONS
 from compile_callbacks.passes.manager import find_pass_error, with_passes
@@ -126,11 +126,11 @@ def export(
             _compile(program, temporary, config, device, json.dumps(metadata))
         if verify != "off":
             compared = _compare(program.module(), temporary, inputs, batches, device)
-            what = "was not compared with" if compared.verdict == "not compared" else "differs from"
+            what = "was not compared with" if compared.result == "not compared" else "differs from"
             text = f"package {path} {what} eager: {compared.reason}"
-            if compared.verdict == "differs" and verify == "raise":
+            if compared.result == "differs" and verify == "raise":
                 raise ExportError(with_code("CC602", text))
-            if compared.verdict != "equal":
+            if compared.result != "equal":
                 warn_user("CC602", text)
     return path
 
@@ -191,7 +191,7 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
 
 def _compare(
     eager: nn.Module, path: Path, inputs: _Inputs, batches: Sequence[torch.Tensor], device: torch.device
-) -> Comparison:
+) -> GraphComparison:
     """Compare the outputs of a package with the outputs of the program, with a dynamic batch for one more sample."""
     package = load_exported(path)
 

@@ -32,10 +32,10 @@ COMPARISON_BYTES = 8 * 8 * _CHUNK  # eight chunks in float64, in addition to the
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GraphComparison:
     """The result of comparing compiled code with eager code. The reason names the difference or a skipped tensor."""
 
-    verdict: Result
+    result: Result
     reason: str | None = None
     max_abs_error: float | None = None  # the largest absolute error of any output element
     is_wrong: bool = False  # whether a difference is too large for an imprecise result, so that nobody may get it
@@ -44,14 +44,14 @@ class Comparison:
     noisy_tensors: int = 0  # how many of them were not compared, because rounding alone decides their values
 
 
-def not_compared(why_not: WhyNot, details: str = "") -> Comparison:
+def not_compared(why_not: WhyNot, details: str = "") -> GraphComparison:
     """Return the result if nothing was compared."""
-    return Comparison("not compared", f"{why_not}: {details}" if details else why_not, why_not=why_not)
+    return GraphComparison("not compared", f"{why_not}: {details}" if details else why_not, why_not=why_not)
 
 
 def compare_results(
     expected: Tensors, actual: Tensors, allowed: float, double_run: Callable[[], Tensors]
-) -> Comparison:
+) -> GraphComparison:
     """Compare the outputs, mutated inputs and gradients of a compiled run with the ones of an eager run, by name.
 
     A difference beyond the tolerance counts only if the compiled result is also further from a float64 run than the
@@ -62,7 +62,7 @@ def compare_results(
     for name, tensor in expected.items():
         if (other := actual.get(name)) is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
             reason = f"{name} does not have the shape {tuple(tensor.shape)} and {tensor.dtype} of eager execution"
-            return Comparison("differs", reason, math.inf, is_wrong=True)
+            return GraphComparison("differs", reason, math.inf, is_wrong=True)
     errors = {name: _errors(tensor, actual[name], tensor) for name, tensor in expected.items()}
     limits = _limits(errors, allowed)
     relative = {name: error.relative(limits[name][1]) for name, error in errors.items()}
@@ -84,17 +84,17 @@ def compare_results(
     noisiest = max(noisy, key=noisy.__getitem__, default="")
     noise = f"rounding alone moves {noisiest} by {noisy[noisiest]:.0%}" if noisy else None
     if len(noisy) == len(errors) > 0:
-        return Comparison("not compared", noise, why_not="rounding")
+        return GraphComparison("not compared", noise, why_not="rounding")
     largest = max((error.largest for name, error in errors.items() if not name.startswith(GRADIENT)), default=0.0)
     if not found:
-        return Comparison("equal", noise, largest, tensors=len(errors), noisy_tensors=len(noisy))
+        return GraphComparison("equal", noise, largest, tensors=len(errors), noisy_tensors=len(noisy))
     # Wrong outputs cause wrong gradients, so name an output if one is wrong.
     name = max([name for name in found if not name.startswith(GRADIENT)] or found, key=found.__getitem__)
     what = f"has a relative error of {found[name]:.2g} (tolerance {limits[name][0]:.2g})"
     if errors[name].is_exact:
         what = f"differs in {found[name] ** 2:.2%} of its elements"
     reason, is_wrong = f"{name} {what}{problem}", max(found.values()) > _WRONG
-    return Comparison("differs", reason, largest, is_wrong, tensors=len(errors), noisy_tensors=len(noisy))
+    return GraphComparison("differs", reason, largest, is_wrong, tensors=len(errors), noisy_tensors=len(noisy))
 
 
 def tolerance(dtypes: Iterable[torch.dtype], device: torch.device) -> float:

@@ -41,11 +41,12 @@ class GraphBackend:
     """
 
     def __init__(self, config: InductorConfig, log: TargetLog, *, frozen: bool) -> None:
-        self.function: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
+        self.compiled_call: Callable[..., Any] | None = None  # calls the graphs; None if the next call must compile
         self.graphs = 0  # the number of compiled graphs that are not freed
         self.frozen = frozen  # whether the weights are frozen
         self.has_collective = False  # whether a graph communicates with other processes
-        self.keeps_graph = False  # whether a backward pass may keep its graph (retain_graph=True)
+        # Whether a backward pass may keep its graph (retain_graph=True). Set just before Dynamo calls `compile`.
+        self.keeps_graph = False
         self._config = config
         self._passes = (*log.settings.passes, *config.passes)
         self._log = log
@@ -99,15 +100,15 @@ class GraphBackend:
     def _check_capture(self, graph_module: torch.fx.GraphModule) -> None:
         """Let the target run eagerly if torch may compute wrong results or gradients for a captured graph."""
         if _torch.torch_2_11.is_captured_wrongly(graph_module):
-            raise self._log.run_target_eagerly("CC307", _WRONG_FUNCTION)
+            raise self._log.leave_eager("CC307", _WRONG_FUNCTION)
         if self._log.key.phase == "train" and _torch.torch_2_11.ends_at_gradient(graph_module):
-            raise self._log.run_target_eagerly("CC303", _OWN_GRADIENT)
+            raise self._log.leave_eager("CC303", _OWN_GRADIENT)
         if not self._log.settings.may_guess and has_unknown_size(graph_module):
-            raise self._log.run_target_eagerly("CC301", "torch would guess that a size which it computes is not 1")
+            raise self._log.leave_eager("CC301", "torch would guess that a size which it computes is not 1")
 
     def free(self) -> None:
         """Free the compiled code, with its frozen weights. The next call of the target compiles again."""
-        self.function, self.graphs = None, 0
+        self.compiled_call, self.graphs = None, 0
         queue = self._log.settings.requests
         queue.waiting = [graph for graph in queue.waiting if graph.backend is not self]  # load no code for it
         for graph in self._in_memory:

@@ -34,7 +34,7 @@ class CompiledGraph:
 
     graph: torch.fx.GraphModule | None  # the captured graph
     log: TargetLog
-    statistics: Callable[[Sequence[Any]], Any] | None = None
+    statistics: Callable[[Sequence[Any]], Any] | None = None  # returns the running statistics among the inputs
     has_collective: bool = False  # if a call fails, it must not run again, because other processes do not run it again
     preserve_versions: Callable[[Any], Any] = field(default_factory=_torch.autograd.preserve_versions)
     compiled: Callable[..., Any] | None = None  # the compiled code before the first call
@@ -42,14 +42,14 @@ class CompiledGraph:
     run: Callable[..., Any] | None = None  # the compiled code after the first call, if the comparison accepts it
     fits: Callable[[Sequence[Any]], bool] | None = None  # whether code of another process is valid for these inputs
     written: frozenset[int] | None = None  # the positions of the inputs that the graph writes, if they are known
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of these inputs, during a capture
+    copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of these inputs, in the calls before replays
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
         if self.fits is not None and not self.fits(inputs):
             return self._run_eagerly(inputs)
         if (run := self.run) is None:
-            return self._first_call(inputs)
+            return self._first_or_eager_call(inputs)
         self.log.recorder.executions.graphs += 1
         try:
             if self.statistics is None:
@@ -72,7 +72,7 @@ class CompiledGraph:
         """Free the compiled code, its frozen weights, and the captured graph. No later call is possible."""
         self.graph = self.statistics = self.compiled = self.verification = self.run = self.fits = None
 
-    def _first_call(self, inputs: Sequence[Any]) -> Any:
+    def _first_or_eager_call(self, inputs: Sequence[Any]) -> Any:
         if (compiled := self.compiled) is None:
             return self._run_eagerly(inputs)
         accepted = self.verification is None or self.verification.accepts(inputs)  # after an error, it compares again
@@ -80,18 +80,18 @@ class CompiledGraph:
         if self.log.settings.static and accepted:
             with contextlib.suppress(Exception):
                 self.written = _torch.graphs.examine_graph(self.graph, inputs).written  # type: ignore[arg-type]
-                self.run = functools.partial(self._capture, compiled, 2)
+                self.run = functools.partial(self._warm_up_or_record, compiled, 2)
         del compiled  # which may have to be freed
         return self(*inputs)
 
     # ------------------------------------------------------------------------------------------ too little memory
 
-    def _capture(self, compiled: Callable[..., Any], calls: int, *inputs: Any) -> Any:
+    def _warm_up_or_record(self, compiled: Callable[..., Any], calls: int, *inputs: Any) -> Any:
         """Call compiled code that warms up, and then records a CUDA graph, with copies of the inputs that it writes."""
         self.copies = {i: inputs[i].detach().clone() for i in self.written or ()}
         outputs = compiled(*inputs)
         self.copies = {}
-        self.run = functools.partial(self._capture, compiled, calls - 1) if calls > 1 else compiled
+        self.run = functools.partial(self._warm_up_or_record, compiled, calls - 1) if calls > 1 else compiled
         return outputs
 
     def _is_unchanged(self, inputs: Sequence[Any]) -> bool:

@@ -82,14 +82,14 @@ class TargetLog:
         code = None if of_pass is None else "CC701"
         self._record(code or "CC301", code, reason, f"{what}: {in_one_line(reason)} {details}", part)
 
-    def run_target_eagerly(self, code: str, reason: str) -> CompileError:
-        """Run the target eagerly from the next call on. Return an error that ends a running trace."""
+    def leave_eager(self, code: str, reason: str) -> CompileError:
+        """Leave the target eager from the next call on. Return an error that ends a running trace."""
         self.runs_eagerly = True
         self._record(code, code, reason, reason)
         return CompileError(reason)
 
     def give_up_cuda_graphs(self, reason: str) -> None:
-        """Let the phase go on without CUDA graphs from its next step on."""
+        """Record that the phase goes on without CUDA graphs. `PhaseRun.end_step` acts on the event."""
         self.recorder.record("without_cudagraphs", self.key, reason=reason)
 
     def _record(self, code: str, event_code: str | None, reason: str, message: str, part: str = "") -> None:

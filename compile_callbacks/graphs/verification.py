@@ -19,7 +19,7 @@ from compile_callbacks._utils.device import free_memory
 from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
-from compile_callbacks.graphs.accuracy import GRADIENT, Comparison, Tensors, not_compared
+from compile_callbacks.graphs.accuracy import GRADIENT, GraphComparison, Tensors, not_compared
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.graphs.target_log import TargetLog
 
@@ -55,20 +55,21 @@ class Verification:
             # The description and not the error, whose traceback keeps tensors alive. The CPU has a RuntimeError.
             lacks_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             comparison = not_compared("no memory" if lacks_memory else "error", describe_failure(error))
-        if isinstance(comparison, Comparison):
+        if isinstance(comparison, GraphComparison):
             return self._react_to(comparison)
         self.log.runs_eagerly = True
         self.log.compiler_failed(comparison, what="its compiled code raised an error that eager does not")
         return False
 
-    def _react_to(self, comparison: Comparison) -> bool:
+    def _react_to(self, comparison: GraphComparison) -> bool:
         """Report a comparison. Return whether the compiled graph is used."""
         settings, recorder, (target, phase) = self.log.settings, self.log.recorder, self.log.key[:2]
         mode, is_random = recorder.mode_arguments[phase], comparison.why_not in ("dropout", "random numbers")
         fix = f'{mode}={{"options": {{"fallback_random": True}}}} makes it comparable, but slower'
-        figures = {name: value for name, value in vars(comparison).items() if name != "is_wrong"}
-        recorder.record("verify", self.log.key, fix=fix if is_random else None, **figures)
-        outcome = comparison.why_not or ("wrong" if comparison.is_wrong else comparison.verdict)
+        figures = {name: value for name, value in vars(comparison).items() if name not in ("result", "is_wrong")}
+        figures |= {"verdict": comparison.result, "fix": fix if is_random else None}
+        recorder.record("verify", self.log.key, **figures)
+        outcome = comparison.why_not or ("wrong" if comparison.is_wrong else comparison.result)
         if (settings.verify, outcome) not in _REACTIONS:
             return True
         reaction, consequence = _REACTIONS[settings.verify, outcome]
@@ -84,7 +85,7 @@ class Verification:
             self.log.warn_later("CC302", message)
         return reaction == "nothing"
 
-    def _compare(self, inputs: Sequence[Any]) -> Comparison | Exception:
+    def _compare(self, inputs: Sequence[Any]) -> GraphComparison | Exception:
         """Compare the graphs, or return the error of the compiled graph if the captured graph raises none."""
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -122,8 +123,8 @@ class Verification:
                 return runs.run(copy.deepcopy(self.eager).double().forward, double=True)
 
             comparison = accuracy.compare_results(expected, actual, accuracy.tolerance(facts.dtypes, device), in_double)
-        outputs_only = comparison.verdict == "equal" and trains and not with_gradients
-        return replace(comparison, verdict="outputs only") if outputs_only else comparison
+        outputs_only = comparison.result == "equal" and trains and not with_gradients
+        return replace(comparison, result="outputs only") if outputs_only else comparison
 
 
 @dataclass(eq=False)

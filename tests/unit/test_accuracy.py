@@ -20,14 +20,14 @@ def test_a_gradient_whose_terms_cancel_out_consists_of_rounding_errors(true, err
 
     allowed = accuracy.tolerance([torch.float32], torch.device("cpu"))
     found = accuracy.compare_results(results(true), results(error), allowed, lambda: results(true, torch.float64))
-    assert found.verdict == verdict
+    assert found.result == verdict
 
 
 @pytest.mark.parametrize(("right", "verdict"), [("compiled", "equal"), ("eager", "differs")])
 def test_integers_are_exact_or_float64_decides(right, verdict):
     values = {"eager": torch.arange(1000), "compiled": torch.arange(1000).index_fill(0, torch.tensor([5]), 7)}
     eager, compiled, truth = ({"output 0": values[name]} for name in ("eager", "compiled", right))
-    assert accuracy.compare_results(eager, compiled, 3.5e-4, lambda: truth).verdict == verdict
+    assert accuracy.compare_results(eager, compiled, 3.5e-4, lambda: truth).result == verdict
 
 
 @pytest.mark.parametrize(
@@ -46,5 +46,5 @@ def test_a_tensor_that_rounding_alone_decides_is_counted_as_not_compared(eager_e
     actual = {"output 0": torch.ones(8), "the gradient of x": compiled(truth)}
     truths = {"output 0": torch.ones(8), "the gradient of x": truth}
     found = accuracy.compare_results(expected, actual, 0.03, lambda: truths)
-    assert (found.verdict, found.noisy_tensors, found.tensors) == (verdict, noisy, 2)
+    assert (found.result, found.noisy_tensors, found.tensors) == (verdict, noisy, 2)
     assert (found.reason or "").startswith("rounding alone moves the gradient of x by 13") == bool(noisy)
