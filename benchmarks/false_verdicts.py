@@ -80,7 +80,7 @@ class Machine:
 
 def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], steps: int) -> Comparison | None:
     """Run the steps of a run as a session does, and compare them as the report does."""
-    times, real = PhaseTimes(), clock.now
+    times, real = PhaseTimes("train"), clock.now
     clock.now = lambda *device, **step: seconds()
     for number in range(BASELINE_STEPS + WARMUP_STEPS + steps):
         compiled = number >= BASELINE_STEPS + WARMUP_STEPS

@@ -113,7 +113,6 @@ class CompiledFunction:
         if resets is None or (resets == recorder.executions.resets and self._runs_miss_eagerly()):
             return _torch.dynamo.run_frame_eagerly()
         call = log.eventful_call()
-        call.compiles = True
         try:
             with self._tracing(call):
                 result = frame.convert()
@@ -145,7 +144,7 @@ class CompiledFunction:
     def _runs_miss_eagerly(self) -> bool:
         """Return whether a frame of the running call runs eagerly, because none of its graphs fits the call."""
         call, first = self._log.recorder.calling.current, self._target.members[0]
-        if call is None or call.compiles or self._backend.has_collective or self._compiles_each_miss():
+        if call is None or call.traced or self._backend.has_collective or self._compiles_each_miss():
             return False
         # An activation checkpoint must recompute with the code of the forward pass. A reentrant one calls a module that
         # trains without grad, and calls it again in the backward pass.

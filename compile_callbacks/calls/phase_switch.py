@@ -93,7 +93,7 @@ class PhaseSwitch:
 
     # ------------------------------------------------------------------------------------------ phases
 
-    def select(self, phase: Phase, variant: Variant, *, weights_frozen: bool = False) -> None:
+    def select(self, phase: Phase, variant: Variant, *, weights_frozen: bool) -> None:
         """Run the targets with a variant from now on.
 
         If the phase will be compiled, eager calls record the shapes of their inputs.

@@ -93,7 +93,7 @@ class RequestQueue:
     waiting: list[WaitingGraph] = field(default_factory=list)  # in the order of their requests
     failure: str | None = None  # why no further graph is compiled
     takes_trials: bool = True  # whether candidates of a `Tune` are compiled; not with ranks, which measure together
-    in_run: bool = True
+    in_run: bool = False  # whether a run with a helper process is in progress
 
     @property
     def active(self) -> bool:

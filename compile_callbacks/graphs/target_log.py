@@ -40,7 +40,7 @@ class TargetSettings:
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config
     cache_dir: Path | None = None  # the folder for compiled code
-    requests: RequestQueue = field(default_factory=lambda: RequestQueue(in_run=False))  # another process compiles them
+    requests: RequestQueue = field(default_factory=RequestQueue)  # another process compiles them
 
     def __post_init__(self) -> None:
         check_choice("on_error", self.on_error, get_args(OnError))

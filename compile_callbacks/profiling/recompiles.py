@@ -31,12 +31,12 @@ _GUARDS: tuple[tuple[str, str, str | None], ...] = (
 """The pattern of a failed guard of torch 2.11 to 2.15 that training often causes, a plain sentence, and advice."""
 
 
-def explain_recompile(torchs_reason: str | None, mode_argument: str = "mode") -> tuple[str, str | None]:
+def explain_recompile(torchs_reason: str | None, mode_argument: str) -> tuple[str, str | None]:
     """Return a failed guard as a plain sentence, or torch's text of an unknown guard, and advice that avoids it.
 
     Example::
 
-        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8")[0]
+        >>> explain_recompile("0/0: tensor 'args[0]' size mismatch at index 0. expected 32, actual 8", "train_mode")[0]
         'batch size 8, was 32'
     """
     if not torchs_reason or torchs_reason == "Unable to find recompilation reasons":

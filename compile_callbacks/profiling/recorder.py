@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_callbacks import _torch
-from compile_callbacks._utils.phases import MODE_ARGUMENTS, Phase
+from compile_callbacks._utils.phases import Phase
 from compile_callbacks.profiling import clock
 from compile_callbacks.profiling.events import EVENT_KINDS, CompileEvent, CompileKey, CompilePart, EventKind
 from compile_callbacks.profiling.recompiles import OTHER_GRAD_MODE, explain_recompile, short_reason
@@ -38,11 +38,10 @@ class CallInProgress:
     args: Any = ()
     kwargs: Any = None
     missed = False  # whether none of the target's graphs fits this call; other targets then run eagerly within it
-    compiles = False  # whether Dynamo traced a frame, so that frames without a graph that fits are traced, too
     partly_eager = False  # whether a part of the call ran eagerly
 
     eventful = False  # whether any attribute below differs from its default
-    traced = False  # whether Dynamo traced a frame
+    traced = False  # whether Dynamo traced a frame, so that frames without a graph that fits are traced, too
     failure: BaseException | None = None  # of a compiler that failed on a frame
     nothing_ran = False  # whether the failure came before any of the target's code ran
     failed_frames: tuple[Any, ...] = ()  # the code of later frames on which the compiler failed, and which ran eagerly
@@ -122,12 +121,7 @@ class CompileRecorder:
     same compile, such as the recording of a CUDA graph in the backward pass. It ignores compiles of other user code.
     """
 
-    def __init__(
-        self,
-        *,
-        print_line: Callable[[str], None] = lambda line: None,
-        mode_arguments: Mapping[Phase, str] = MODE_ARGUMENTS,
-    ) -> None:
+    def __init__(self, *, print_line: Callable[[str], None], mode_arguments: Mapping[Phase, str]) -> None:
         self.mode_arguments = mode_arguments
         self._progress = CompileProgress(print_line)
         self.calling = _Calling()

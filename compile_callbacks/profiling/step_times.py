@@ -144,7 +144,7 @@ class PhaseTimes:
     training.
     """
 
-    def __init__(self, phase: Phase = "train") -> None:
+    def __init__(self, phase: Phase) -> None:
         self.number = 0
         """The number of finished steps."""
         self.last = _Record()

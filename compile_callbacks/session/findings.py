@@ -39,7 +39,7 @@ def at_begin() -> Iterator[Finding]:
 
 def without_effect(run: PhaseRun, mode_argument: str) -> Iterator[Finding]:
     """Find settings of the chosen config that have no effect on this module and this device."""
-    config, (device, _, sharded, *_) = run.chosen.config, run.conditions
+    config, device, sharded = run.chosen.config, run.conditions.device, run.conditions.sharded
     if config is None or run.chosen.name is not None:  # nobody asked for a candidate of "auto"
         return
     mode, key = f"{mode_argument}={config.describe()!r}", CompileKey("the module", run.phase)

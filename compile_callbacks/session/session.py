@@ -53,7 +53,7 @@ class Session:
     ) -> None:
         self.module, self._warn = module, WarnOnce()
         in_background = arguments.background and arguments.compiles
-        requests = RequestQueue(in_run=False)
+        requests = RequestQueue()
         settings = replace(arguments.target_settings, requests=requests)
         self._arguments = arguments = replace(arguments, target_settings=settings)
         self._helper = Helper(requests, self._helper_failed) if in_background else None
@@ -138,9 +138,9 @@ class Session:
         self.end()
         self._switch.free_compiled()
 
-    def stage_begins(self, stage: Stage, remaining: Mapping[Phase, float] | None = None) -> None:
+    def stage_begins(self, stage: Stage, remaining: Mapping[Phase, float]) -> None:
         """Plan for the ``remaining`` steps of each phase, and begin or continue a stage. Do not measure its step."""
-        for phase, steps in (remaining or {}).items():
+        for phase, steps in remaining.items():
             if steps:  # otherwise, a later call may run the phase
                 self._phases[phase].plan(steps)
         self._search.step_ends()

@@ -18,7 +18,7 @@ LIGHTNING_MODULE = "the LightningModule"
 _STEPS = {"training_step": "train", "validation_step": "infer", "test_step": "infer", "predict_step": "infer"}
 
 
-def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase] = frozenset()) -> list[str]:
+def unwrap_compiled(root: nn.Module, uncompiled: frozenset[Phase]) -> list[str]:
     """Replace each wrapper of ``torch.compile(module)`` by the module, compiled in place with the same settings."""
     if uncompiled == frozenset(PHASES):
         return []
