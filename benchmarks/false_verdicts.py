@@ -91,7 +91,7 @@ def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], ste
         run_step(compiled)
         times.end(step, "train")
     clock.now = real
-    return times.times().comparison
+    return times.compared().comparison
 
 
 def simulate_report(ratio: float, *, seed: int, steps: int = 2000, **machine: float) -> str:

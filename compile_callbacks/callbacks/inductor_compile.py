@@ -345,4 +345,4 @@ class InductorCompile(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self._active
         if session is not None and (trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization):
-            session.after_backward()
+            session.keep_gradients()

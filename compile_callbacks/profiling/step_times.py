@@ -38,10 +38,10 @@ StepKind = Literal["eager", "compiled"]
 
 
 class Workload(NamedTuple):
-    """The conditions of a step. Two steps can be compared if their workloads are equal."""
+    """What a step works on. Two steps can be compared if their workloads are equal."""
 
-    stage: str  # the stage and the number of its dataloader
-    kind: str = ""  # gradient accumulation, precision, and the set of trained weights
+    loader: str  # the stage and the number of its dataloader
+    conditions: str = ""  # gradient accumulation, precision, and the set of trained weights
     shapes: Any = ()  # the signature of the batch: its structure, and the shapes and dtypes of its tensors
 
 
@@ -103,17 +103,17 @@ class StepTimes(NamedTuple):
 
 @dataclass
 class _Record:
-    """The steps of one kind in one stage. The timed steps are in windows that are spread evenly over the run.
+    """The steps of one kind with one loader. The timed steps are in windows that are spread evenly over the run.
 
     A window contains steps that run after each other, like the eager baseline. With `MAX_WINDOWS` windows, the record
     drops every second window, and doubles the distance of further windows. This distance is odd, because with gradient
     accumulation every second or fourth step differs from the others, and windows must not always begin with the same.
     """
 
-    variant: str | None = None
+    candidate: str | None = None
     kind: StepKind = "eager"
     compiling: bool = False
-    stage: str = ""  # the stage and the number of its dataloader
+    loader: str = ""  # the stage and the number of its dataloader
     steps: int = 0
     windows: list[list[Step]] = field(default_factory=lambda: [[]])
     untimed_left: int = 0  # the number of the next steps that need no timing
@@ -149,7 +149,8 @@ class PhaseTimes:
         """The number of finished steps."""
         self.last = _Record()
         """The record of the last step. The next step is like it if nothing changes. Its ``untimed_left`` counts steps
-        that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs."""
+        that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs.
+        `Session` counts repeated steps there itself, because a call takes longer."""
         self._phase = phase
         self._records: dict[Any, _Record] = {}
         self.peak_mib: dict[str | None, float] = {}
@@ -170,38 +171,38 @@ class PhaseTimes:
         if device.type == "cuda" and self._since_compile[step.variant.name] < _PEAK_STEPS:
             step.peak_before = torch.cuda.max_memory_allocated()
 
-    def end(self, step: Step, stage: str) -> None:
+    def end(self, step: Step, loader: str) -> None:
         """End a step, and set whether its time is a sample."""
         self.number += 1
-        step.number, variant, since = self.number, step.variant.name, self._since_compile
-        key = variant, step.kind, step.compiling, stage
+        step.number, candidate, since = self.number, step.variant.name, self._since_compile
+        key = candidate, step.kind, step.compiling, loader
         record = self._records.get(key) or self._records.setdefault(key, _Record(*key))
         record.steps += 1
-        if variant != self.last.variant:
-            since[variant] = min(since[variant], WARMUP_STEPS - 1)
-        since[variant] = 0 if step.compiling else since[variant] + 1
+        if candidate != self.last.candidate:
+            since[candidate] = min(since[candidate], WARMUP_STEPS - 1)
+        since[candidate] = 0 if step.compiling else since[candidate] + 1
         before = None if step.needs_more_memory else step.peak_before
         if before is not None and (peak := torch.cuda.max_memory_allocated()) > before:
-            self.peak_mib[variant] = peak / 2**20
+            self.peak_mib[candidate] = peak / 2**20
         if not step.compiling:
             self.last = record
             if step.timed_on is None:
                 return
         workload = None if step.compiling else step.workload
-        step.end = clock.now(step.timed_on, start=step.start, phase=self._phase, candidate=variant, workload=workload)
+        step.end = clock.now(step.timed_on, start=step.start, phase=self._phase, candidate=candidate, workload=workload)
         # A step that ran eagerly although its variant compiles is a sample of neither.
         is_of_kind = step.kind != "eager" or step.variant.config is None
         # For new shapes, libraries select kernels, which may take longer than the step (as for attention on a GPU).
-        shapes = hash((variant, step.kind, workload and workload.shapes))
+        shapes = hash((candidate, step.kind, workload and workload.shapes))
         is_known = workload is not None and shapes in self._shapes
         self._shapes.add(shapes)  # of timed steps only, whose number is limited
-        step.is_sample = since[variant] > WARMUP_STEPS and is_known and is_of_kind
+        step.is_sample = since[candidate] > WARMUP_STEPS and is_known and is_of_kind
         record.add(step)
         self._last_timed = step
 
-    def forget(self, variant: str | None) -> None:
-        """Let no step of a variant so far be a sample, because its later steps run other code."""
-        windows = [record.windows for record in self._records.values() if record.variant == variant]
+    def forget(self, candidate: str | None) -> None:
+        """Let no step of a candidate so far be a sample, because its later steps run other code."""
+        windows = [record.windows for record in self._records.values() if record.candidate == candidate]
         for step in itertools.chain(*itertools.chain(*windows)):
             step.is_sample = False
 
@@ -211,55 +212,55 @@ class PhaseTimes:
         """Wait for the GPU to pass all steps so far. Without it, the figures omit steps that the GPU still runs."""
         self._last_timed.milliseconds(wait=True)
 
-    def steps(self, variant: str | None = None) -> Counter[StepKind]:
-        """Return the number of steps of a variant by kind, including steps without a sample."""
+    def steps(self, candidate: str | None = None) -> Counter[StepKind]:
+        """Return the number of steps of a candidate by kind, including steps without a sample."""
         steps: Counter[StepKind] = Counter()
         for record in self._records.values():
-            steps[record.kind] += record.steps * (record.variant == variant)
+            steps[record.kind] += record.steps * (record.candidate == candidate)
         return +steps
 
-    def windows(self, variant: str | None = None, kind: StepKind = "compiled") -> Mapping[Workload, list[list[float]]]:
+    def windows(self, candidate: str | None, kind: StepKind = "compiled") -> Mapping[Workload, list[list[float]]]:
         """Return the samples in milliseconds by workload, in windows."""
         by_workload: defaultdict[Workload, list[list[float]]] = defaultdict(list)
         for key, record in self._records.items():
-            for window in record.windows if key[:3] == (variant, kind, False) else ():
+            for window in record.windows if key[:3] == (candidate, kind, False) else ():
                 samples = [(s.workload, ms) for s in window if s.is_sample and (ms := s.milliseconds()) is not None]
                 for workload in dict.fromkeys(workload for workload, _ in samples if workload):
                     by_workload[workload].append([ms for other, ms in samples if other == workload])
         return by_workload
 
-    def times(self, variant: str | None = None) -> StepTimes:
+    def compared(self, candidate: str | None = None) -> StepTimes:
         """Return the eager and compiled step times of the workload that has the most compiled samples."""
-        eager, compiled = self.windows(EAGER, "eager"), self.windows(variant)
+        eager, compiled = self.windows(EAGER, "eager"), self.windows(candidate)
         counts = Counter({workload: sum(map(len, windows)) for workload, windows in (compiled or eager).items()})
         for workload, _ in counts.most_common(1):
             return StepTimes(list(itertools.chain(*eager.get(workload, ()))), compiled.get(workload, ()), workload)
         return StepTimes()
 
-    def savings(self, variant: str | None = None, other_seconds: float = 0.0) -> tuple[float, float] | None:
-        """Return the seconds that all steps saved, and the compiled steps after which they are positive, or infinity.
+    def savings(self, candidate: str | None = None, seconds_outside_steps: float = 0.0) -> tuple[float, float] | None:
+        """Return the net seconds that all steps saved, and the compiled steps that break even, or infinity.
 
         Without a factor between eager and compiled steps, return ``None``. Steps in which torch compiled are a cost.
-        Each compiled step saves the same share of its time: the share by which the medians of `times` differ. So the
+        Each compiled step saves the same share of its time: the share by which the medians of `compared` differ. So the
         speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
-        in which torch compiled count. The break-even is about steps of ``variant``. The time that steps of other
-        candidates of a `Tune` lost is a cost, like ``other_seconds``.
+        in which torch compiled count. The break-even is about steps of ``candidate``. The time that steps of other
+        candidates of a `Tune` lost is a cost, like ``seconds_outside_steps``.
         """
-        reported = self.times(variant)
+        reported = self.compared(candidate)
         found = reported.comparison
         if len(reported.eager_ms) < MIN_SAMPLES or (found and found.outcome == "not comparable"):
             return None
-        records, cost_ms, saved_ms, count = self._records.values(), other_seconds * 1000, 0.0, 0
-        eager_ms = {r.stage: ms for r in records if r.variant == EAGER and not r.compiling and (ms := r.typical_ms())}
+        records, cost_ms, saved_ms, count = self._records.values(), seconds_outside_steps * 1000, 0.0, 0
+        eager = {r.loader: ms for r in records if r.candidate == EAGER and not r.compiling and (ms := r.typical_ms())}
         for record in records:
-            usual_ms = eager_ms.get(record.stage, 0.0)
+            usual_ms = eager.get(record.loader, 0.0)
             if record.compiling:
                 cost_ms += sum(ms for _, ms in record.timed()) - record.steps * usual_ms
-            elif record.variant == WAITING and (ms := record.typical_ms()):
+            elif record.candidate == WAITING and (ms := record.typical_ms()):
                 cost_ms += record.steps * (ms - usual_ms)
             elif record.kind != "eager" and usual_ms:
-                saved = record.steps * record.typical_ms() * self.times(record.variant).saved_share
-                if record.variant == variant:
+                saved = record.steps * record.typical_ms() * self.compared(record.candidate).saved_share
+                if record.candidate == candidate:
                     saved_ms, count = saved_ms + saved, count + record.steps
                 else:
                     cost_ms -= saved
@@ -271,7 +272,7 @@ class PhaseTimes:
         points: defaultdict[tuple[str, str | None], list[tuple[int, float]]] = defaultdict(list)
         for record in self._records.values():
             kind = "compiling" if record.compiling else record.kind
-            candidate = None if record.variant == EAGER else record.variant
+            candidate = None if record.candidate == EAGER else record.candidate
             points[kind, candidate] += [(step.number, float(f"{ms:.4g}")) for step, ms in record.timed()]
         return tuple(
             {"kind": kind, "candidate": candidate, "steps": [n for n, _ in ordered], "ms": [ms for _, ms in ordered]}

@@ -40,13 +40,13 @@ class PhaseFacts:
     mode_reason: str | None  # why the mode "fast" became these settings
     target_labels: Mapping[str, Callable[[int], str]]  # the label of a target, by its name, from its number of graphs
     recorder: CompileRecorder
-    timer: PhaseTimes
+    phase_times: PhaseTimes
     trials: tuple[dict[str, Any], ...]
     waits: bool  # whether the helper process still compiles a graph
 
     def __post_init__(self) -> None:
         self.candidate = chosen_candidate(self.trials)
-        self.steps: Counter[Any] = self.timer.steps(self.candidate)
+        self.steps: Counter[Any] = self.phase_times.steps(self.candidate)
 
     def counts(self, key: CompileKey) -> bool:
         """Return whether the figures count what happened to a target with this key."""
@@ -55,7 +55,7 @@ class PhaseFacts:
     @functools.cached_property
     def times(self) -> StepTimes:
         """The step times of the workload with the most samples."""
-        return self.timer.times(self.candidate)
+        return self.phase_times.compared(self.candidate)
 
     @functools.cached_property
     def savings(self) -> tuple[float | None, float | None]:
@@ -64,9 +64,9 @@ class PhaseFacts:
         ours = [event for event in compiles if event.phase == self.phase]
         if not ours:
             return None, None
-        outside_steps = self.recorder.executions.import_seconds if compiles[0] is ours[0] else 0.0
-        outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
-        return self.timer.savings(self.candidate, outside_steps) or (None, None)
+        seconds_outside_steps = self.recorder.executions.import_seconds if compiles[0] is ours[0] else 0.0
+        seconds_outside_steps += sum(event.seconds or 0 for event in ours if event.step is None)
+        return self.phase_times.savings(self.candidate, seconds_outside_steps) or (None, None)
 
 
 def chosen_candidate(trials: Sequence[Mapping[str, Any]]) -> str | None:

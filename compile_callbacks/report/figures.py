@@ -87,13 +87,13 @@ class PhaseDiagnostics(Figures):
     def eager_peak_memory_mib(self) -> float | None:
         """Peak GPU memory of an eager step, in MiB, with weights and optimizer state. `None` if these steps did not
         raise the peak of the process."""
-        return self.facts.timer.peak_mib.get(EAGER)
+        return self.facts.phase_times.peak_mib.get(EAGER)
 
     @figure("speed", "{:.0f}", row="compiled peak memory MiB", scalar="step/PHASE/peak_memory_mib")
     def peak_memory_mib(self) -> float | None:
         """Peak GPU memory of a compiled step, in MiB. `None` if these steps did not raise the peak of the process, as
         after eager steps or a comparison that need more: `baseline_steps=0` and `verify="off"` leave these out."""
-        return self.facts.timer.peak_mib.get(self.facts.candidate)
+        return self.facts.phase_times.peak_mib.get(self.facts.candidate)
 
     @figure()
     def load_seconds(self) -> float | None:
@@ -104,13 +104,13 @@ class PhaseDiagnostics(Figures):
     @figure("compile", COUNT, row="steps meanwhile", default=0)
     def waiting_steps(self) -> int:
         """Number of steps that ran eagerly while the helper process compiled."""
-        return self.facts.timer.steps(WAITING).total()
+        return self.facts.phase_times.steps(WAITING).total()
 
     @figure("speed", "{:.2f}", row="step meanwhile ms")
     def waiting_step_ms(self) -> float | None:
         """Median time of these steps, in milliseconds. The helper process may slow them. `net_seconds_saved` contains
         the difference from `eager_step_ms`."""
-        windows = self.facts.timer.windows(WAITING, "eager")
+        windows = self.facts.phase_times.windows(WAITING, "eager")
         ours = windows.get(self.facts.times.workload, ()) if self.facts.times.workload else ()
         return median_ms([ms for window in ours for ms in window])
 
@@ -172,7 +172,7 @@ class PhaseDiagnostics(Figures):
         """Step times in order, as one mapping for each `kind` of step (`eager`, `compiled` or `compiling`) and
         `candidate`: `steps` contains numbers of steps in the phase, and `ms` contains their times. A long run keeps
         windows of ten steps, spread evenly over the run."""
-        return self.facts.timer.series()
+        return self.facts.phase_times.series()
 
     @figure(default=())
     def events(self) -> tuple[dict[str, Any], ...]:

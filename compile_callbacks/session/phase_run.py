@@ -93,7 +93,7 @@ class PhaseRun(Contest):
 
     def _is_too_short(self) -> bool:
         """Return whether the rest of the run is too short to repay a compile, and record it once."""
-        seconds = self.steps_left * (median_ms(self.times.times().eager_ms) or math.inf) / 1000
+        seconds = self.steps_left * (median_ms(self.times.compared().eager_ms) or math.inf) / 1000
         if (is_short := seconds < LEAST_SECONDS) and not self.events("not_requested"):
             reason = f"the rest of the run is too short to repay a compile (about {seconds:.0f} s)"
             self._recorder.record("not_requested", CompileKey("the module", self.phase), reason=reason)

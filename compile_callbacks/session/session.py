@@ -188,7 +188,7 @@ class Session:
         run.times.begin(step, run.conditions.device)
         return step.timed_on is not None
 
-    def after_backward(self) -> None:
+    def keep_gradients(self) -> None:
         """Copy the gradients out of the memory of CUDA graphs, because they outlive the step."""
         config = self._step.variant.config if self._step is not None else None
         if self.gpu.on_gpu and config is not None and config.uses_cudagraphs:
@@ -218,7 +218,7 @@ class Session:
         run.end_step(step, stage, loader, batch, accumulated)
         if run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
-            self.after_backward()
+            self.keep_gradients()
         self._step = None
         if not (step.wanted or step.compiling or self._arguments.target_settings.requests.active):
             self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
@@ -250,7 +250,7 @@ class Session:
                 mode_reason=run.chosen.reason,
                 target_labels={target.name: target.label for target in targets},
                 recorder=self._recorder,
-                timer=run.times,
+                phase_times=run.times,
                 waits=requests.waits(phase, None),
                 trials=tuple(trial.to_dict() for trial in trials),
             )
