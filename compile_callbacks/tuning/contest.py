@@ -7,6 +7,7 @@ the first candidates would have most of them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -214,6 +215,9 @@ class Contest:
         configs = [config.key() for config in tune.configs]
         key = digest([dict(conditions.known), self.phase, configs, tune.steps, repr(self._usual)])
         entry = conditions.of_rank_zero(record.load()["winners"].get(key, {}) if record else {})
+        if self._is_auto and entry:
+            with contextlib.suppress(ValueError, TypeError):  # of another version
+                ahead += self._add(InductorConfig.from_dict(entry.get("config")))  # a run adds it later
         if record and (winner := trials.get(str(entry.get("candidate")))) in ahead:
             return self._choose(winner, f"won in an earlier run; delete {record.path} to measure again")
         while ahead:
@@ -226,8 +230,10 @@ class Contest:
             ahead[:0] = self._further(trial, is_last=not ahead) if self._is_auto else ()
         yield from self._final(eager)
         # Eager is not written, because a candidate may win on a machine with a compiler, or on one that is less busy.
-        if record and self.decision is not EAGER_VARIANT and not self._was_short:
-            record.update("winners", key, {"candidate": self.best.variant.name})
+        best = self.best.variant
+        if record and best.config and self.decision is best and not self._was_short:
+            config = best.config.to_dict() if self._is_auto else None
+            record.update("winners", key, {"candidate": best.name, "config": config})
 
     def _final(self, eager: Trial) -> Blocks:
         """Run rounds of eager and the fastest candidate, and choose one of them."""
@@ -247,10 +253,13 @@ class Contest:
             config = replace(config, dynamo=dict.fromkeys(trial.facts.healing, True))
         elif is_last and best and self.conditions.device.type == "cuda":
             config = replace(best, mode="max-autotune" if best.uses_cudagraphs else "max-autotune-no-cudagraphs")
-        if config is None or (name := config.describe()) in trials:
+        return self._add(config) if config else []
+
+    def _add(self, config: InductorConfig) -> list[Trial]:
+        if (name := config.describe()) in self.trials:
             return []
-        trials[name] = Trial(Variant(config, name, healed=bool(config.dynamo), static=config.uses_cudagraphs))
-        return [trials[name]]
+        self.trials[name] = Trial(Variant(config, name, healed=bool(config.dynamo), static=config.uses_cudagraphs))
+        return [self.trials[name]]
 
     def _choose(self, winner: Trial, reason: str | None = None) -> None:
         self.decision = winner.variant
@@ -263,7 +272,8 @@ class Contest:
     @property
     def _was_short(self) -> bool:
         """Whether the run is too short for a candidate of ``"auto"``."""
-        return self._is_auto and any(trial.verdict == "not tried" for trial in self.trials.values())
+        untried = [t for t in self.trials.values() if t.verdict == "not tried" and t.reason != self.conditions.sharded]
+        return self._is_auto and bool(untried)
 
 
 def _usual(workloads: list[Workload]) -> Workload:
