@@ -13,7 +13,7 @@ import torch
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.errors import with_code
-from compile_callbacks.graphs.target_log import TargetLog
+from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
 from compile_callbacks.graphs.verification import Verification
 
 
@@ -25,7 +25,8 @@ class CompiledGraph:
     what this object calls.
 
     The first call with compiled code compares it with eager, and decides which code later calls run. A later call adds
-    only this frame.
+    only this frame. If a later call fails, such as at an index that eager also refuses, and the graph writes no input,
+    the captured graph runs in its place.
 
     Like eager batch norm, a call does not raise the versions of running statistics. Eager batch norm saves them for the
     backward pass. If a compiled call raised their versions, the backward pass of an earlier eager call in the same step
@@ -60,6 +61,12 @@ class CompiledGraph:
             if not self._is_unchanged(inputs):
                 raise
         except Exception as error:
+            if self._can_run_again(inputs):
+                outputs = self._run_eagerly(inputs)  # if this raises, the error is the user's
+                self.log.recorder.executions.graphs -= 1
+                self.log.compiler_failed(error, what=CODE_RAISED, part="a part of ")
+                self.run = None
+                return outputs
             target, phase = self.log.key[:2]
             setting = f"{self.log.recorder.mode_arguments[phase]}='eager'"
             text = f"raised by compiled code of target {target!r}; if eager code does not, set {setting}"
@@ -71,6 +78,14 @@ class CompiledGraph:
     def free(self) -> None:
         """Free the compiled code, its frozen weights, and the captured graph. No later call is possible."""
         self.graph = self.statistics = self.compiled = self.verification = self.run = self.fits = None
+
+    def _can_run_again(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the graph writes no input, and is in no activation checkpoint."""
+        if self.graph is None or self.has_collective or _torch.autograd.saves_through_hooks():
+            return False
+        with contextlib.suppress(Exception):
+            return not _torch.graphs.examine_graph(self.graph, inputs).written
+        return False
 
     def _first_or_eager_call(self, inputs: Sequence[Any]) -> Any:
         if (compiled := self.compiled) is None:

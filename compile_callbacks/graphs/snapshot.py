@@ -1,7 +1,9 @@
-"""Saves and restores buffers and torch's generators around a run that the user has not asked for."""
+"""Saves and restores buffers and random number generators around a run that the user has not asked for."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +14,7 @@ from compile_callbacks import _torch
 
 
 class Snapshot:
-    """The current buffers of a module, and the states of torch's random number generators.
+    """The current buffers of a module, and the states of the random number generators of Python, NumPy and torch.
 
     A graph with frozen weights has buffers of the user's module.
     """
@@ -26,6 +28,9 @@ class Snapshot:
             devices.add(torch.device("cuda", torch.cuda.current_device()))
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self._torch = self._torch_states()
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
 
     def drawn(self) -> bool:
         """Return whether one of torch's generators has drawn a number since the snapshot."""
@@ -37,6 +42,9 @@ class Snapshot:
         torch.set_rng_state(self._torch[0])
         for device, state in zip(self._devices, self._torch[1:], strict=True):
             torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
         for buffers, name, buffer, value in self._buffers:
             buffers[name] = buffer
             # Skip equal buffers, because any write makes weights look changed. Only dense tensors can be compared.

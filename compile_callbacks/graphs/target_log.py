@@ -14,6 +14,8 @@ from compile_callbacks.passes.manager import find_pass_error
 from compile_callbacks.profiling.events import CompileKey
 from compile_callbacks.profiling.recorder import CallInProgress, CompileRecorder
 
+CODE_RAISED = "its compiled code raised an error that eager does not"
+
 OnError = Literal["eager", "raise"]
 """The reaction if the compiler fails: run eagerly, or raise an error."""
 

@@ -21,7 +21,7 @@ from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
 from compile_callbacks.graphs.accuracy import GRADIENT, GraphComparison, Tensors, not_compared
 from compile_callbacks.graphs.snapshot import Snapshot
-from compile_callbacks.graphs.target_log import TargetLog
+from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
 
 _REACTIONS = {
     ("warn", "differs"): ("nothing", ""),
@@ -58,7 +58,7 @@ class Verification:
         if isinstance(comparison, GraphComparison):
             return self._react_to(comparison)
         self.log.runs_eagerly = True
-        self.log.compiler_failed(comparison, what="its compiled code raised an error that eager does not")
+        self.log.compiler_failed(comparison, what=CODE_RAISED)
         return False
 
     def _react_to(self, comparison: GraphComparison) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
@@ -290,7 +291,7 @@ class InductorBackend:
 
 def _call(module: nn.Module, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a compiled module with tensors that the compiled graphs accept."""
-    if module.training:
+    if True in map(operator.attrgetter("training"), module.modules()):
         module.eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     with torch.inference_mode(False), torch.no_grad():

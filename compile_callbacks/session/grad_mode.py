@@ -81,7 +81,8 @@ def compile_phases(
     if unsupported := unsupported_reason(inner, arguments.configs):
         raise ValueError(with_code("CC802", unsupported))
     targets_found = resolve_targets(inner, arguments.targets or ("forward",))
-    if compiled_target_names(inner):
+    names = {member.name for target in targets_found for member in target.members}
+    if names & set(compiled_target_names(inner)):
         message = (
             f"module={type(inner).__name__} is already compiled by this library: call restore() or deactivate() first"
         )

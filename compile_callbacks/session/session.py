@@ -287,5 +287,10 @@ class Session:
 
     def _save_record(self) -> None:
         if (record := self._phases["train"].conditions.record) is not None:
+            self._recorder.collect()
+            events = self._recorder.events
+            if any(each.graphs for each in events) and not any(e.cache_hits or e.cache_misses for e in events):
+                message = "cache_dir has no effect: torch did not use its cache, which is disabled or bypassed"
+                self._warn.warn("CC204", message, about="cache_dir")
             for phase, varying in self._switch.observed.state().items():
                 record.update("shapes", phase, varying)

@@ -310,15 +310,42 @@ def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("phase", ["train", "infer"])
-def test_an_error_of_a_later_call_names_target_setting_and_remedy(phase):
+def test_a_later_call_that_fails_runs_eagerly_if_the_graph_writes_nothing(phase):
     module = compile_phases(Calls(nn.Linear(FEATURES, 3), lambda net, x: fails_compiled(net(x))))
     x = torch.randn(8, FEATURES)
     with torch.set_grad_enabled(phase == "train"):
         RUNS[:] = ["fails"] * 2  # no failure
-        module(x)
+        expected = module(x)
         RUNS[:] = ["fails"]
-        with pytest.raises(ValueError, match="no such kernel") as caught:
-            module(x)
+        with pytest.warns(CompileWarning, match=f"a part of target 'forward' runs eagerly in the {phase} phase"):
+            torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(module(x), expected)
+    assert RUNS.count("fails") == 4
+    assert report_of(module).phase(phase).fallbacks == 1
+    restore(module)
+
+
+@pytest.mark.all_versions
+def test_a_later_call_that_fails_in_eager_too_raises_the_error_of_eager():
+    RUNS[:] = ["fails"] * 2  # no failure
+    module = compile_phases(Calls(nn.Embedding(10, 3), lambda net, x: net(x)), infer_mode=None)
+    module(torch.tensor([1, 2]))
+    with pytest.raises(IndexError):
+        module(torch.tensor([1, 12]))
+    module(torch.tensor([3, 4]))
+    assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
+    restore(module)
+
+
+@pytest.mark.all_versions
+def test_an_error_of_a_later_call_names_target_setting_and_remedy():
+    writes = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3))
+    module, x = compile_phases(Calls(writes, lambda net, x: fails_compiled(net(x)))), torch.randn(8, FEATURES)
+    RUNS[:] = ["fails"] * 2  # no failure
+    module(x)
+    RUNS[:] = ["fails"]
+    with pytest.raises(ValueError, match="no such kernel") as caught:
+        module(x)
     [note] = caught.value.__notes__
-    assert note.startswith(f"raised by compiled code of target 'forward'; if eager code does not, set {phase}_mode=")
+    assert note.startswith("raised by compiled code of target 'forward'; if eager code does not, set train_mode=")
     restore(module)
