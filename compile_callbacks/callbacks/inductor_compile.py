@@ -195,7 +195,7 @@ class InductorCompile(Callback):
             if self.session is not None:
                 self.session.discard()
             self.session = self._new_session(trainer, pl_module)
-        if not self.session.running:
+        if self._active is not self.session:
             try:
                 conditions = Conditions(
                     precision=str(trainer.precision),

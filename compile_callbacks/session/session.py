@@ -74,11 +74,6 @@ class Session:
         self._step: Step | None = None  # the running step, if it is measured
         self._undo: contextlib.ExitStack | None = None  # ends the Trainer run, without references to the module
 
-    @property
-    def running(self) -> bool:
-        """Whether a Trainer run is in progress."""
-        return self._undo is not None
-
     def begin(self, conditions: Conditions) -> None:
         """Begin a Trainer run, and install the targets."""
         undo = self._undo = contextlib.ExitStack()
@@ -104,11 +99,11 @@ class Session:
         recorder.listen()
         undo.callback(recorder.stop)
         self._switch.install()
-        devices, baseline_steps = self._switch.devices, arguments.baseline_steps
-        conditions = conditions._replace(device=device, devices=devices, sharded=sharded, known=known, record=record)
-        conditions = conditions._replace(baseline_steps=baseline_steps, in_background=in_background)
+        conditions = conditions._replace(device=device, devices=self._switch.devices, sharded=sharded, known=known)
+        conditions = conditions._replace(record=record, baseline_steps=arguments.baseline_steps)
         for phase, run in self._phases.items():
-            run.begin(conditions._replace(shapes=functools.partial(self._switch.observed.shares, phase)))
+            shapes = functools.partial(self._switch.observed.shares, phase)
+            run.begin(conditions._replace(shapes=shapes, in_background=in_background))
             self._settle(run)
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -289,7 +284,8 @@ class Session:
         if (record := self._phases["train"].conditions.record) is not None:
             self._recorder.collect()
             events = self._recorder.events
-            if any(each.graphs for each in events) and not any(e.cache_hits or e.cache_misses for e in events):
+            used = record.read_only or any(event.cache_hits or event.cache_misses for event in events)
+            if not used and any(event.graphs for event in events):
                 message = "cache_dir has no effect: torch did not use its cache, which is disabled or bypassed"
                 self._warn.warn("CC204", message, about="cache_dir")
             for phase, varying in self._switch.observed.state().items():

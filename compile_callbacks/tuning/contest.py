@@ -212,12 +212,11 @@ class Contest:
         conditions, record, trials = self.conditions, self.conditions.record, self.trials
         trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, self._only_variant(Fast()))
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
-        configs = [config.key() for config in tune.configs]
-        key = digest([dict(conditions.known), self.phase, configs, tune.steps, repr(self._usual)])
+        keys = [config.key() for config in tune.configs]
+        key = digest([dict(conditions.known), self.phase, keys, tune.steps, repr(self._usual)])
         entry = conditions.of_rank_zero(record.load()["winners"].get(key, {}) if record else {})
-        if self._is_auto and entry:
-            with contextlib.suppress(ValueError, TypeError):  # of another version
-                ahead += self._add(InductorConfig.from_dict(entry.get("config")))  # a run adds it later
+        with contextlib.suppress(ValueError, TypeError):  # none, or of another version
+            ahead += self._add(InductorConfig.from_dict(entry.get("config")))  # a run of "auto" adds it later
         if record and (winner := trials.get(str(entry.get("candidate")))) in ahead:
             return self._choose(winner, f"won in an earlier run; delete {record.path} to measure again")
         while ahead:
@@ -272,8 +271,7 @@ class Contest:
     @property
     def _was_short(self) -> bool:
         """Whether the run is too short for a candidate of ``"auto"``."""
-        untried = [t for t in self.trials.values() if t.verdict == "not tried" and t.reason != self.conditions.sharded]
-        return self._is_auto and bool(untried)
+        return self._is_auto and any(trial.verdict == "not tried" for trial in self.trials.values())
 
 
 def _usual(workloads: list[Workload]) -> Workload:

@@ -95,6 +95,7 @@ DAMAGED = (
 
 
 @pytest.mark.usefixtures("captured_graph")
+@pytest.mark.filterwarnings("ignore:cache_dir has no effect")  # on captured graphs
 def test_cache_dir_remembers_the_shapes_for_the_next_run_and_a_damaged_file_costs_the_record_only(tmp_path):
     def graphs():
         torch.compiler.reset()

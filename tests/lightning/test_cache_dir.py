@@ -174,6 +174,7 @@ class Unknown(nn.Linear):
 
 
 @pytest.mark.usefixtures("captured_graph")
+@pytest.mark.filterwarnings("ignore:cache_dir has no effect")  # on captured graphs
 def test_each_structure_has_a_file_whatever_its_values_are(tmp_path):
     layer, other = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
     structures = [(layer, layer), (layer, other), (layer,), (layer, nn.Dropout(0.1)), (layer, nn.Dropout(0.2))]

@@ -35,7 +35,10 @@ A, B, C = (config.describe() for config in CONFIGS)
 CUDA_GRAPHS = "reduce-overhead"
 HEALED = "dynamo={'capture_scalar_outputs': True}"
 
-pytestmark = pytest.mark.usefixtures("no_codegen")
+pytestmark = [
+    pytest.mark.usefixtures("no_codegen"),
+    pytest.mark.filterwarnings("ignore:cache_dir has no effect"),  # on captured graphs
+]
 AT_ONCE = pytest.mark.usefixtures("recompiles_at_once")
 
 
