@@ -14,7 +14,7 @@ import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 
-from compile_callbacks import InductorConfig, compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, InductorConfig, compile_phases, graph_pass, report_of, restore
 from tests.cases.zoo import blocks
 from tests.support.models import CLASSES, FEATURES, FLOAT32, Wrapper, mlp, seeded
 from tests.support.uncached import Uncached
@@ -181,3 +181,16 @@ def test_a_dropped_module_is_freed_and_its_report_stays(make, targets):
     gc.collect()
     assert [reference() for reference in left if reference() is not None] == []
     assert report.train.graphs > 0
+
+
+def test_restore_frees_a_captured_graph_whose_compile_failed():
+    def graphs():
+        gc.collect()
+        return {id(o) for o in gc.get_objects() if issubclass(type(o), torch.fx.GraphModule)}
+
+    before, module = graphs(), compile_phases(mlp(), passes=[graph_pass(lambda graph, is_inference: 1 / 0)])
+    with pytest.warns(CompileWarning, match="division by zero"):
+        module(X)
+    assert graphs() - before
+    restore(module)
+    assert graphs() - before == set()
