@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 
 import pytest
 import torch
 from torch import nn
 
 from compile_callbacks import CompileError, InductorBackend, InductorConfig, compile_phases, restore
+from tests.cases.zoo import Calls
 from tests.support.models import FEATURES, mlp
 from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
@@ -147,7 +149,9 @@ def test_building_runs_each_sample_once_and_restores_the_module():
         with torch.no_grad():
             torch.testing.assert_close(twin(batch()), batch())
     graphs = backend.report.infer.graphs
+    module.net[0][1].train()  # and `infer` puts it back
     torch.testing.assert_close(backend.infer(batch(4)), eagerly(batch(4)))
+    assert not any(part.training for part in module.modules())
     torch.testing.assert_close(backend.infer(x=batch(6), scale=torch.tensor(3.0)), eagerly(batch(6)) * 3)
     assert module.calls == 2
     module.calls.zero_()
@@ -196,6 +200,13 @@ def test_inputs_that_no_sample_has_run_eagerly_or_are_compiled_with_fullgraph(fu
         torch.testing.assert_close(backend.infer(batch(size)), eagerly(batch(size)))
     report = backend.report.infer
     assert (report.graphs, report.diagnostics.eager_calls) == (graphs, eager_calls)
+
+
+def test_building_gives_the_numbers_that_the_samples_drew_back():
+    module, before = Calls(nn.Linear(FEATURES, 3), lambda net, x: net(x) * random.random()), random.getstate()
+    backend = InductorBackend(verify="off").build(module, X)
+    assert random.getstate() == before
+    backend.deactivate()
 
 
 def test_a_module_that_is_already_compiled_is_refused():
