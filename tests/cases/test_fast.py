@@ -69,7 +69,8 @@ def test_the_line_without_arguments_says_on_a_cpu_that_it_runs_default(recwarn):
         assert (report.mode, report.mode_reason) == ("default", "the weights are not on a GPU")
         [line] = [line for line in str(callback.report).splitlines() if line.startswith(phase)]
         assert "; mode default (the weights are not on a GPU)" in line  # advice about slow steps may follow
-    assert [str(warning.message) for warning in recwarn if "[CC" in str(warning.message)] == []
+    warned = [text for warning in recwarn if "[CC" in (text := str(warning.message))]
+    assert [text for text in warned if "CC501" not in text] == []  # a tiny net may be slower
 
 
 def test_a_backend_chooses_by_its_samples():

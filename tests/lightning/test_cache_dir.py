@@ -59,7 +59,6 @@ def test_a_second_process_compiles_nothing_also_after_the_folder_moved(tmp_path)
     assert [misses for _, misses in cache] == [True, True]
     shutil.move(tmp_path / "first", tmp_path / "moved")
     assert run(tmp_path / "moved") == [results, [], [[True, False], [True, False]]]
-    assert len(list((tmp_path / "moved").glob("model-*.json"))) == 1
     assert not [path for path in (tmp_path / "torchs own").rglob("*") if path.is_file()]
 
 
