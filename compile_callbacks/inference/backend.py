@@ -93,6 +93,7 @@ class InductorBackend:
         self.state: State = "init"
         self.device: torch.device | None = None
         self._module: nn.Module | None = None
+        self._parts: list[nn.Module] = []  # the module and its submodules, to look at their modes in each call
         self._samples: list[_Sample] = []
         self._session: GradModeSession | None = None
         self._undo = contextlib.ExitStack()
@@ -155,8 +156,7 @@ class InductorBackend:
             CompileError: For the reasons that `build` lists.
         """
         self._after("infer")
-        assert self._module is not None
-        return _call(self._module, self.device, args, kwargs)
+        return _call(self._parts, self.device, args, kwargs)
 
     def deactivate(self) -> None:
         """Free compiled code, frozen weights and CUDA graphs, and restore the module.
@@ -275,10 +275,11 @@ class InductorBackend:
             module.to(target).eval()
             configs = session.begin_by_grad_mode(weights_frozen=True, found_from_module=False)
             session.compile_new_inputs(after=1)
+            self._parts = list(module.modules())
             with contextlib.ExitStack() as after_samples:
                 after_samples.callback(Snapshot(module).restore)
                 for sample in samples:
-                    _call(module, target, *copy.deepcopy(sample))
+                    _call(self._parts, target, *copy.deepcopy(sample))
             session.compile_new_inputs(after=math.inf)
             session.check("infer")
             self._undo = undo.pop_all()
@@ -289,9 +290,10 @@ class InductorBackend:
         self._finalizer.atexit = False
 
 
-def _call(module: nn.Module, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a compiled module with tensors that the compiled graphs accept."""
-    if True in map(operator.attrgetter("training"), module.modules()):
+def _call(parts: list[Any], device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a compiled module, the first of its ``parts``, with tensors that the compiled graphs accept."""
+    module = parts[0]
+    if True in map(operator.attrgetter("training"), parts):
         module.eval()
     # In inference mode, Inductor would compile another graph, and code outside could not use the outputs.
     with torch.inference_mode(False), torch.no_grad():
