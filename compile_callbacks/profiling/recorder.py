@@ -84,6 +84,7 @@ class CompileProgress:
 
     def compile_begins(self, key: CompileKey) -> None:
         """Print a line after one second of compiling, and more lines until `compile_ends`."""
+        self.compile_ends()  # of a compile whose end torch did not announce
         what, started = f"{key.target!r} for the {key.phase} phase", time.perf_counter()
 
         def print_lines() -> None:
