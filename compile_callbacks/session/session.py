@@ -15,7 +15,7 @@ from torch import nn
 
 from compile_callbacks import _torch
 from compile_callbacks._utils.device import device_of
-from compile_callbacks._utils.errors import WarnOnce, with_code
+from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import EAGER, PHASES, Phase
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.cache.folder import ModelRecord, facts_of_run, model_fingerprint, use_cache
@@ -33,7 +33,7 @@ from compile_callbacks.session import findings
 from compile_callbacks.session.arguments import CompileArguments
 from compile_callbacks.session.phase_run import PhaseRun, Stage
 from compile_callbacks.session.steps_on_gpu import StepsOnGpu
-from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED, unsupported_reason
+from compile_callbacks.targets.fsdp import WEIGHTS_ARE_SHARDED
 from compile_callbacks.targets.target import Target
 from compile_callbacks.tuning.contest import Conditions
 from compile_callbacks.tuning.tune import Tune
@@ -272,8 +272,6 @@ class Session:
     def _settle(self, run: PhaseRun) -> None:
         """Act on a decision: warn about settings without effect, and free compiled code that will not run again."""
         run.settled = run.decision, run.turn
-        if refused := unsupported_reason(self.module, {run.phase: run.chosen.config}):
-            raise ValueError(with_code("CC802", refused))
         found = findings.without_effect(run, self._arguments.mode_arguments[run.phase])
         warns = run.conditions.rank == 0  # for all ranks
         self._tell(each if warns else each._replace(message="") for each in found)
