@@ -19,7 +19,7 @@ LEAST_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Fast(Settings):
-    """CUDA graphs where nothing speaks against them, and ``"default"`` elsewhere.
+    """The mode ``"reduce-overhead"`` if CUDA graphs fit the run, otherwise ``"default"``.
 
     Nobody has asked for CUDA graphs. They therefore replay one or two sets of sizes only: torch would record a CUDA
     graph for each size of a dynamic dimension.
@@ -36,7 +36,14 @@ class Fast(Settings):
     def variant(
         self, devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
     ) -> Variant:
-        """Choose the config. See the base class."""
+        """Choose the config when the eager steps of a phase end.
+
+        Args:
+            devices: The devices of the weights.
+            sharded: Why CUDA graphs cannot use the weights, if they are sharded.
+            ranks: The number of processes.
+            shapes: The share of the most frequent set of sizes in the eager calls of each target.
+        """
         doubt = _doubt(devices, sharded, ranks, shapes if self.shapes is None else self.shapes)
         if doubt:
             return Variant(InductorConfig(), reason=doubt)
@@ -46,7 +53,7 @@ class Fast(Settings):
 def _doubt(
     devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
 ) -> str | None:
-    """Return what speaks against CUDA graphs."""
+    """Return the reason not to use CUDA graphs, or ``None``."""
     if all(device.type != "cuda" for device in devices):
         return "the weights are not on a GPU"
     if len(devices) > 1:

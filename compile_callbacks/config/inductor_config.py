@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -79,19 +79,6 @@ class InductorConfig(Settings):
     def configs(self) -> tuple[InductorConfig, ...]:
         """This config. A `Tune` has several."""
         return (self,)
-
-    def variant(
-        self, devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
-    ) -> Variant:
-        """Return what a phase with these settings runs, when its eager steps end.
-
-        Args:
-            devices: The devices of the weights.
-            sharded: Why the weights cannot be frozen or used by CUDA graphs, if they are sharded.
-            ranks: The number of processes.
-            shapes: The share of the most frequent set of sizes in the eager calls of each target.
-        """
-        return Variant(self)
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)

@@ -74,7 +74,7 @@ class Contest:
 
     def _begin_with_eager(self) -> None:
         self.decision: Variant | None = None
-        """What was chosen. Only a config that another process compiled is compared with eager afterwards."""
+        """The chosen variant. Only a config that another process compiled is compared with eager afterwards."""
         self.best = eager = Trial(EAGER_VARIANT)  # the fastest block so far
         self.trials = {EAGER: eager}
         self.turn: Trial | None = eager
@@ -153,20 +153,21 @@ class Contest:
     def end_baseline(self) -> None:
         """Choose the only config of the phase, unless it is chosen."""
         if self.decision is None and not isinstance(self.settings, Tune):
-            self.decision = self._only_variant(self.settings) if self.settings else EAGER_VARIANT
+            only = Variant(self.settings) if isinstance(self.settings, InductorConfig) else EAGER_VARIANT
+            self.decision = self._variant_of_fast(self.settings) if isinstance(self.settings, Fast) else only
 
-    def _only_variant(self, settings: InductorConfig | Fast) -> Variant:
+    def _variant_of_fast(self, fast: Fast) -> Variant:
         conditions = self.conditions
-        return settings.variant(conditions.devices(), conditions.sharded, conditions.ranks, conditions.shapes())
+        return fast.variant(conditions.devices(), conditions.sharded, conditions.ranks, conditions.shapes())
 
     def give_up_cuda_graphs(self, variant: Variant, reason: str) -> bool:
-        """Go on with the mode "default", and return whether this changes the phase, which has chosen ``variant``."""
+        """Continue with the mode "default", and return whether this changes the phase, which has chosen ``variant``."""
         if self.decision is not variant:  # `facts` excludes a candidate
             return False
         if isinstance(self.settings, Tune):
             failed, default = self.trials[str(variant.name)], self.trials[InductorConfig().describe()]
             failed.verdict, failed.reason = "failed", reason
-            self._choose(self.trials[EAGER] if default.verdict in ("failed", "wrong") else default, reason)
+            self._choose(default if default.verdict == "beaten" else self.trials[EAGER], reason)
         else:
             self.decision, self.turn = Variant(InductorConfig(), reason=reason), None
         return True
@@ -210,7 +211,7 @@ class Contest:
     def _tune(self, tune: Tune, eager: Trial) -> Blocks:
         yield from self._measure(eager)
         conditions, record, trials = self.conditions, self.conditions.record, self.trials
-        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, self._only_variant(Fast()))
+        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, self._variant_of_fast(Fast()))
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
         keys = [config.key() for config in tune.configs]
         key = digest([dict(conditions.known), self.phase, keys, tune.steps, repr(self._usual)])
@@ -271,7 +272,8 @@ class Contest:
     @property
     def _was_short(self) -> bool:
         """Whether the run is too short for a candidate of ``"auto"``."""
-        return self._is_auto and any(trial.verdict == "not tried" for trial in self.trials.values())
+        reasons = {trial.reason for trial in self.trials.values() if trial.verdict == "not tried"}
+        return self._is_auto and bool(reasons - {self.conditions.sharded})
 
 
 def _usual(workloads: list[Workload]) -> Workload:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from compile_callbacks import CompileWarning, InductorCompile
+from compile_callbacks import CompileWarning, InductorCompile, Tune
 from compile_callbacks.profiling.comparison import compare
 from tests.support.models import Classifier, batches_of, seeded, trainer
 from tests.support.step_times import OnGpu, Times, captured_graphs
@@ -144,6 +144,43 @@ def test_equal_steps_are_seldom_called_faster_or_slower(machine, monkeypatch):
     chosen = {ratio: [program.simulate_tune(ratio, seed=n, **machine) for n in range(50)] for ratio in (1.0, 1.1, 1.3)}
     counts = [outcomes.count("faster") for outcomes in chosen.values()]
     assert [counts[0] <= 2, counts[1] >= 35, counts[2] >= 48] == [True] * 3, counts
+
+
+@pytest.fixture
+def auto_on_gpu(monkeypatch):
+    """Runs the contest of "auto" on simulated steps of a GPU until it has decided."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    program, gpu, numbers = importlib.import_module("false_verdicts"), torch.device("cuda"), itertools.count()
+
+    def run(ms, **conditions):
+        contest = program.Contest("train", Tune("auto"))
+        contest.facts, contest.waits, contest.tell = lambda _: program.CompileFacts(1.0), lambda _: None, lambda _: None
+        shared = {"device": gpu, "devices": lambda: {gpu}, "shapes": lambda: {"net": 1.0}}
+        contest.begin(program.Conditions(**shared, **conditions))
+        while contest.decision is None:
+            variant, _ = contest.next()
+            number = next(numbers)
+            timed = {"workload": program.WORKLOAD, "end": ms[variant.name] * (1 + number % 3 / 1000)}
+            contest.done(program.Step(variant=variant, is_sample=number % 14 >= 4, **timed))
+        return contest
+
+    return run
+
+
+@pytest.mark.parametrize(("default_ms", "chosen"), [(5.0, "default"), (11.0, "eager")])
+def test_auto_without_memory_for_cuda_graphs_takes_default_only_if_it_was_faster(default_ms, chosen, auto_on_gpu):
+    contest = auto_on_gpu({"eager": 10.0, "reduce-overhead": 2.0, "default": default_ms, "max-autotune": 3.0})
+    assert contest.chosen.name == "reduce-overhead"
+    assert contest.give_up_cuda_graphs(contest.chosen, "no memory")
+    assert contest.chosen.name == chosen
+
+
+def test_auto_remembers_the_winner_also_with_sharded_weights(auto_on_gpu):
+    written = []
+    record = types.SimpleNamespace(load=lambda: {"winners": {}}, update=lambda *entry: written.append(entry))
+    ms = {"eager": 10.0, "default": 5.0, "max-autotune-no-cudagraphs": 6.0}
+    auto_on_gpu(ms, sharded="the weights are sharded", record=record)
+    assert [entry["candidate"] for _, _, entry in written] == ["default"]
 
 
 # ------------------------------------------------------------------------------------------ measurements
