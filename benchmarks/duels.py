@@ -85,7 +85,7 @@ class Rounds(Turns):
 
 
 def by_hand_way(way: str, args: Any) -> Callable[[], float]:
-    """Start the Trainer of a way in a thread, and return what runs its next block."""
+    """Start the Trainer of a way in a thread, and return the function that runs its next block."""
     net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
     if way != "eager":
         net.compile(mode=None if way == "default" else way)
@@ -107,7 +107,7 @@ def by_hand_way(way: str, args: Any) -> Callable[[], float]:
 
 
 def graph_way(args: Any) -> Callable[[], float]:
-    """Record the CUDA graph of a training step, and return what replays it for a block."""
+    """Record the CUDA graph of a training step, and return the function that replays it for a block."""
     net, inputs, labels = make(args.model, args.batch_size, args.image_size, args.device)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, fused=True)
 

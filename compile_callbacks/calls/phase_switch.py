@@ -127,7 +127,7 @@ class PhaseSwitch:
         frozen = weights_frozen and phase == "infer" and config.freezes and self._can_freeze(target, variant)
         key = target, phase, variant.name, frozen
         if (compiled := self._compiled_targets.get(key)) is not None and compiled.config is not config:
-            self._free([key])  # the phase goes on in another mode
+            self._free([key])  # the phase continues in another mode
             compiled = None
         if compiled is None:
             settings = self._settings if phase in self._decided or not variant.name else self._settings.for_trial()

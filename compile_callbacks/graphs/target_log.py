@@ -91,7 +91,7 @@ class TargetLog:
         return CompileError(reason)
 
     def give_up_cuda_graphs(self, reason: str) -> None:
-        """Record that the phase goes on without CUDA graphs. `PhaseRun.end_step` acts on the event."""
+        """Record that the phase continues without CUDA graphs. `PhaseRun.end_step` acts on the event."""
         self.recorder.record("without_cudagraphs", self.key, reason=reason)
 
     def _record(self, code: str, event_code: str | None, reason: str, message: str, part: str = "") -> None:

@@ -21,7 +21,7 @@ EVENT_KINDS = {
     "recompile": EventKindInfo("Recompiles", "recompiling {target}: {reason}"),
     "fallback": EventKindInfo("Fallbacks to eager", "{target} falls back to eager: {reason}"),
     "cudagraph_skip": EventKindInfo("CUDA graphs not used", "CUDA graph of {target} skipped: {reason}"),
-    "without_cudagraphs": EventKindInfo("CUDA graphs given up", "{target} goes on without CUDA graphs: {reason}"),
+    "without_cudagraphs": EventKindInfo("CUDA graphs given up", "{target} continues without CUDA graphs: {reason}"),
     "eager_call": EventKindInfo("Calls that ran eagerly"),
     "pass_skipped": EventKindInfo("Graph passes skipped"),
     "freezing": EventKindInfo("Weights not frozen"),

@@ -38,7 +38,7 @@ StepKind = Literal["eager", "compiled"]
 
 
 class Workload(NamedTuple):
-    """What a step works on. Two steps can be compared if their workloads are equal."""
+    """The data and conditions of a step. Two steps can be compared if their workloads are equal."""
 
     loader: str  # the stage and the number of its dataloader
     conditions: str = ""  # gradient accumulation, precision, and the set of trained weights

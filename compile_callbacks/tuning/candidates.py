@@ -105,7 +105,7 @@ def of_tune(tune: Tune, phase: Phase, device: torch.device, sharded: str | None,
     """Return the candidates by name, without eager. The verdict of an excluded candidate is "not tried".
 
     ``sharded`` is the reason why the targets cannot have frozen weights or CUDA graphs, if their weights are sharded.
-    The first candidate of ``"auto"`` is what the mode "fast" would become.
+    The first candidate of ``"auto"`` is the config that the mode "fast" would become.
     """
     freezing = (phase == "infer" and sharded is None) or None  # has an effect only in stages that do not train
     auto = [InductorConfig(), InductorConfig(mode="reduce-overhead", freezing=freezing)][:: -1 if fast.static else 1]

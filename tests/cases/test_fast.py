@@ -1,4 +1,4 @@
-"""The mode "fast": what it becomes, and that its graphs stay static. A CPU stands in for a GPU where a test says so."""
+"""The mode "fast": its choice, and its static graphs. In the tests with ``as_on_gpu``, a CPU stands in for a GPU."""
 
 from __future__ import annotations
 

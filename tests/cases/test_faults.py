@@ -203,7 +203,7 @@ allocates = operator("allocates", allocates_and_doubles, lambda gradient: gradie
 
 @pytest.fixture
 def compile_net():
-    """A function that compiles a net of which each call allocates."""
+    """A function that compiles a net. Each call of the net allocates."""
     net = doing(allocates)
 
     def compile_net(**settings):
