@@ -30,6 +30,8 @@ from pathlib import Path
 from tables import say
 
 ORDINARY = {"vit_b_16": 300, "bert": 450, "gpt2": 300, "convnext_tiny": 450, "efficientnet_b0": 570, "unet": 250}
+DUELS = [("resnet50", 16), ("resnet50", 128), ("bert", 16), ("convnext_tiny", 32), ("efficientnet_b0", 64),
+         ("gpt2", 8), ("unet", 16), ("vit_b_16", 32)]  # fmt: skip
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
 # Steps that the CPU limits vary by a factor of two within seconds, so their medians need many blocks.
 PRECISE = "--warm-up-seconds 2 --blocks"
@@ -56,6 +58,10 @@ TABLES = {
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
+    **{f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}", 300) for model, size in DUELS},
+    # Two models whose steps the CPU limits: what a CUDA graph of the whole step would still gain.
+    "duel_graph_resnet50_16": Table("duels.py --model resnet50 --batch-size 16 --ways eager graph", 240),
+    "duel_graph_efficientnet_b0_64": Table("duels.py --model efficientnet_b0 --batch-size 64 --ways eager graph", 300),
     "resnet50_train_16": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 16", 450),
     "resnet50_train_128": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 128", 450),
     "resnet50_infer": Table(

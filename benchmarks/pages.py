@@ -25,6 +25,7 @@ from typing import Any
 import background
 import chart
 import ddp
+import duels
 import false_verdicts
 import fsdp2
 import memory
@@ -64,6 +65,12 @@ def show_background(rows: list[Row]) -> None:
 
 
 TABLES = {
+    "duels": Table(
+        "duel_*", partial(print_columns, duels.COLUMNS), "The bare line against other ways",
+        """The ways of a model run in one process, in alternating blocks of steps. *Over* another way is the ratio of
+the medians of the blocks, with the 95% interval. The *graph of the step* is a hand-made CUDA graph of forward pass,
+backward pass and fused optimizer.""",
+    ),
     "resnet50_train": Table(
         "resnet50_train*", resnet50.show, "ResNet-50, training",
         """All ways train in bf16 autocast, channels last, with fused SGD with momentum. *By hand* is
