@@ -17,6 +17,7 @@ BATCH_SIZES = {"bert": 16, "gpt2": 8, "efficientnet_b0": 64, "unet": 16}
 WAYS = {
     "auto": Variant('InductorCompile("auto")', "fit", "callback", "auto"),
     "background": Variant('InductorCompile("default", background=True)', "fit", "callback", "default", background=True),
+    "fast": Variant("InductorCompile()", "fit", "callback", "fast"),
     "eager": Variant("eager", "fit"),
     "default": Variant('InductorCompile("default")', "fit", "callback", "default"),
     "reduce-overhead": Variant('InductorCompile("reduce-overhead")', "fit", "callback", "reduce-overhead"),
