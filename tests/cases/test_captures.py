@@ -16,7 +16,7 @@ from compile_callbacks import CompileError, compile_phases, report_of, restore
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.support.models import CLASSES, FEATURES
-from tests.support.wrong_passes import Doubling, WrongBackward
+from tests.support.wrong_passes import Doubling, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -33,6 +33,7 @@ WRONG_TRAIN, WRONG_INFER = (
     {f"{phase}.verified": "differs 1", f"{phase}.fallbacks": 1, f"{phase}.diagnostics.eager_calls": {"net": calls}}
     for phase, calls in (("train", 6), ("infer", 4))
 )
+NEGATED = WrongRows("backward", factor=-1)  # gradients, whose norms stay the same
 WARN, SAID = {"verify": "warn", "targets": ["net"]}, "the graph runs eagerly from here on, because rounding errors"
 
 
@@ -48,7 +49,7 @@ CASES = [
          says="computes wrong gradients if it captures a torch.autograd.Function" * CAPTURES_WRONGLY),
     Case(name="wrong outputs", make=net(relu), callback={**WARN, "passes": [Doubling(torch.ops.aten.relu.default)]},
          expect=WRONG_TRAIN | WRONG_INFER, codes=("CC302",) * 2, says=SAID),
-    Case(name="wrong gradients", make=net(relu), callback={**WARN, "passes": [WrongBackward()]}, expect=WRONG_TRAIN,
+    Case(name="wrong gradients", make=net(relu), callback={**WARN, "passes": [NEGATED]}, expect=WRONG_TRAIN,
          codes=("CC302",), says=SAID),
 ]  # fmt: skip
 

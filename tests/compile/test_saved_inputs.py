@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
-from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import report_of
+from tests.cases.zoo import in_checkpoint
 from tests.support.models import FEATURES, FLOAT32
 
 pytestmark = pytest.mark.all_versions
@@ -84,10 +84,6 @@ def updated_by_hand(module, x):
     return y
 
 
-def checkpointed(module, x):
-    return checkpoint(module, x, use_reentrant=False)
-
-
 def in_new_step(module, x):
     torch.compiler.cudagraph_mark_step_begin()
     return module(x)
@@ -117,7 +113,7 @@ ROWS = [
     # name, calls in a step, how, settings
     *[(name, 2, ONCE, WARN) for name in CHANGED],
     *[(name, 1, ONCE, OFF) for name in ("spectral norm", "buffer")],
-    *[(name, 2, checkpointed, {}) for name in ("spectral norm", "buffer")],
+    *[(name, 2, in_checkpoint, {}) for name in ("spectral norm", "buffer")],
     ("counter", 1, ONCE, {**OFF, "train_mode": "lite"}),  # which runs torch's operators
     ("copy", 1, updated_by_batch_norm, {}),
     ("copy", 2, updated_by_hand, {}),

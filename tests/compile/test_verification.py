@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
+from tests.cases.zoo import Calls, in_checkpoint
 from tests.support.models import FEATURES, Wrapper
-from tests.support.wrong_passes import Doubling, WrongBackward, WrongForward, WrongRows
+from tests.support.wrong_passes import Doubling, WrongForward, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -59,7 +59,7 @@ def test_verification_finds_a_wrong_graph_and_names_target_output_phase_and_tole
 
 
 def test_verification_finds_gradients_of_the_wrong_sign_and_names_the_parameter(compiled):
-    module = compiled(plain(), passes=[WrongBackward()])
+    module = compiled(plain(), passes=[WrongRows("backward", factor=-1)])
     with pytest.warns(CompileWarning, match=r"the gradient of l_\w+ has a relative error of 2 \(tol"):
         train_step(module, inputs())
     assert report_of(module).train.diagnostics.max_abs_error < 1e-5
@@ -197,11 +197,6 @@ def with_dropout():
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
 
 
-class Checkpointed(Wrapper):
-    def forward(self, x):
-        return checkpoint(self.net, x, use_reentrant=False)
-
-
 def with_weight(value):
     module = plain()
     module[0].weight.data[0, 0] = value
@@ -211,7 +206,7 @@ def with_weight(value):
 SOUND = {
     "casts": (Casts, inputs),
     "nan": (lambda: with_weight(float("nan")), inputs),
-    "dropout in an activation checkpoint": (lambda: Checkpointed(with_dropout()), inputs),
+    "dropout in an activation checkpoint": (lambda: Calls(with_dropout(), in_checkpoint), inputs),
     "jagged": (plain, lambda: torch.nested.nested_tensor_from_jagged(inputs(5), torch.tensor([0, 2, 5]))),
 }
 ROUNDS = {

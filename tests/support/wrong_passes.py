@@ -1,13 +1,15 @@
-"""Graph passes that change what a graph computes."""
+"""Graph passes that change what a graph computes, and keep torch's cache out of a test."""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from compile_callbacks import GraphPass
+from tests.support.uncached import Uncached
 
 
-class WrongForward(GraphPass):
+class WrongForward(Uncached):
     """Replaces ReLU by a negation in the forward graphs of a phase.
 
     Args:
@@ -26,15 +28,12 @@ class WrongForward(GraphPass):
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
             node.target = torch.ops.aten.neg.default
 
-    def uuid(self):
-        return None
 
-
-class Doubling(GraphPass):
+class Doubling(Uncached):
     """Doubles the results of these operators, or multiplies them by another factor."""
 
-    def __init__(self, *operators, hook="post_grad_post", factor=2.0):
-        self.operators, self.hook, self.factor = operators, hook, factor
+    def __init__(self, *operators, factor=2.0):
+        self.operators, self.factor = operators, factor
 
     def __call__(self, graph, is_inference):
         for node in [node for node in graph.nodes if node.target in self.operators]:
@@ -43,44 +42,22 @@ class Doubling(GraphPass):
             double.meta.update(node.meta)
             node.replace_all_uses_with(double, delete_user_cb=lambda user, double=double: user is not double)
 
-    def uuid(self):
-        return None
 
+class WrongRows(Uncached):
+    """Multiplies some rows of each tensor, or of those of a shape, that the forward or the backward graph returns."""
 
-class WrongBackward(GraphPass):
-    """Negates the gradients that backward graphs compute; their norms stay the same."""
-
-    def __call__(self, graph, is_inference):
-        if not any(node.name.startswith("tangents") for node in graph.find_nodes(op="placeholder")):
-            return
-        output = graph.output_node()
-        for gradient in [node for node in output.args[0] if node is not None]:
-            with graph.inserting_before(output):
-                negated = graph.call_function(torch.ops.aten.neg.default, (gradient,))
-            negated.meta["val"] = gradient.meta["val"]
-            output.replace_input_with(gradient, negated)
-
-    def uuid(self):
-        return None
-
-
-class WrongRows(GraphPass):
-    """Multiplies some rows of a tensor of this shape that the forward or the backward graph returns."""
-
-    def __init__(self, graph, shape, start, stop, factor=0.0):
+    def __init__(self, graph, shape=None, start=0, stop=sys.maxsize, factor=0.0):
         self.graph, self.shape, self.rows, self.factor = graph, shape, (start, stop), factor
 
     def __call__(self, graph, is_inference):
         output, aten = graph.output_node(), torch.ops.aten
         if any(node.name.startswith("tangents") for node in graph.nodes) != (self.graph == "backward"):
             return
-        for node in [node for node in output.args[0] if node is not None and node.meta["val"].shape == self.shape]:
+        returned = [node for node in output.args[0] if node is not None]
+        for node in [node for node in returned if self.shape in (None, node.meta["val"].shape)]:
             with graph.inserting_before(output):
                 rows = graph.call_function(aten.slice.Tensor, (node, 0, *self.rows))
                 wrong = graph.call_function(aten.mul.Tensor, (rows, self.factor))
                 changed = graph.call_function(aten.slice_scatter.default, (node, wrong, 0, *self.rows))
             changed.meta["val"] = node.meta["val"]
             output.replace_input_with(node, changed)
-
-    def uuid(self):
-        return None
