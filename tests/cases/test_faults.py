@@ -15,7 +15,16 @@ from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, report_of, restore
 from tests.cases.case import Case, check
-from tests.cases.zoo import RAGGED, BrokenPass, Calls, CallsInTraining, Place, out_of_memory_in_inductor, struck
+from tests.cases.zoo import (
+    RAGGED,
+    BrokenPass,
+    Calls,
+    CallsInTraining,
+    Place,
+    custom_operator,
+    out_of_memory_in_inductor,
+    struck,
+)
 from tests.support.models import FEATURES, Classifier, Wrapper, batches_of, fit, mlp
 from tests.support.uncached import Uncached
 
@@ -113,17 +122,8 @@ def guard(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def operator(name, function, backward=lambda gradient: gradient):
-    """A custom operator that returns a copy of a function's result."""
-    called, schema = lambda x: function(x).clone(), "(Tensor x) -> Tensor"
-    made = torch.library.custom_op(f"compile_callbacks_tests::{name}", called, mutates_args=(), schema=schema)
-    made.register_fake(torch.empty_like)
-    made.register_autograd(lambda ctx, gradient: backward(gradient))
-    return made
-
-
-user_kernel = operator("user_kernel", guard)
-sound_kernel = operator("sound_kernel", lambda x: x, operator("user_kernel_backward", guard))
+user_kernel = custom_operator("user_kernel", guard)
+sound_kernel = custom_operator("sound_kernel", lambda x: x, custom_operator("user_kernel_backward", guard))
 
 
 class UserFunction(torch.autograd.Function):
@@ -198,7 +198,7 @@ def allocates_and_doubles(x):
     return x * 2
 
 
-allocates = operator("allocates", allocates_and_doubles, lambda gradient: gradient * 2)
+allocates = custom_operator("allocates", allocates_and_doubles, lambda gradient: gradient * 2)
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def fails_at_second_call(x):
     return x * 2
 
 
-fails_compiled = operator("fails_compiled", fails_at_second_call, lambda gradient: gradient * 2)
+fails_compiled = custom_operator("fails_compiled", fails_at_second_call, lambda gradient: gradient * 2)
 
 
 class FailsCompiled(Wrapper):

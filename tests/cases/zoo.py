@@ -153,7 +153,8 @@ class Words(Classifier):
     """Trains on dictionaries of words and a number of repetitions, and tells the marks that tensors keep."""
 
     def __init__(self) -> None:
-        super().__init__(Calls(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, CLASSES)), repeats))
+        run = lambda net, batch, times: net[1](net[0](batch["words"]).repeat(1, times, 1).mean(1))  # noqa: E731
+        super().__init__(Calls(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, CLASSES)), run))
         self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch, batch_idx):
@@ -166,10 +167,6 @@ class Words(Classifier):
         # AOTAutograd of torch 2.11 marks what it saves, without a guard
         names = [name for words in self.seen if not OLDEST for name in vars(words)]
         self.marks = str([name for name in names if "weak_dynamic" in name or "marking" in name])
-
-
-def repeats(net, batch, times):
-    return net[1](net[0](batch["words"]).repeat(1, times, 1).mean(1))
 
 
 def words(*sizes: tuple[int, int], times: tuple[int, ...] = (1,)) -> Callable[[], DataLoader]:
@@ -713,6 +710,16 @@ def directional(net, x):
 
 
 # ------------------------------------------------------------------------------------------ faults and errors
+
+
+def custom_operator(name, function, backward=lambda gradient: gradient):
+    """A custom operator that returns a copy of a function's result."""
+    called, schema = lambda x: function(x).clone(), "(Tensor x) -> Tensor"
+    made = torch.library.custom_op(f"compile_callbacks_tests::{name}", called, mutates_args=(), schema=schema)
+    made.register_fake(torch.empty_like)
+    made.register_autograd(lambda ctx, gradient: backward(gradient))
+    return made
+
 
 RAGGED = 2
 """The size of the last batch of an epoch, which is the later shape."""

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileError, InductorBackend, InductorConfig, compile_phases, restore
-from tests.cases.zoo import Calls
+from compile_callbacks import CompileError, InductorBackend, InductorConfig, compile_phases, graph_pass, restore
+from tests.cases.zoo import Calls, custom_operator
 from tests.support.models import FEATURES, mlp
-from tests.support.uncached import Uncached
 from tests.support.wrong_passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
@@ -21,16 +20,13 @@ pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backend
 RUNS = []
 
 
-@torch.library.custom_op("compile_callbacks_tests::counted", mutates_args=())
-def counted(x: torch.Tensor) -> torch.Tensor:
+def count(x):
     """Count executions, also in compiled code, but not traces."""
     RUNS.append(tuple(x.shape))
-    return x.clone()
+    return x
 
 
-@counted.register_fake
-def _(x):
-    return torch.empty_like(x)
+counted = custom_operator("counted", count)
 
 
 class Model(nn.Module):
@@ -160,19 +156,15 @@ def test_building_runs_each_sample_once_and_restores_the_module():
     assert backend.report.infer.graphs == graphs
 
 
-class Broken(Uncached):
-    def __call__(self, graph, is_inference):
-        raise ZeroDivisionError("by design")
-
-
-X, FAILS, WRONG = batch(), {"passes": (Broken(),)}, {"passes": (WrongForward("infer"),)}
+BROKEN = graph_pass(lambda graph, is_inference: 1 / 0)
+X, FAILS, WRONG = batch(), {"passes": (BROKEN,)}, {"passes": (WrongForward("infer"),)}
 
 
 @pytest.mark.parametrize(
     ("settings", "arguments", "error", "text"),
     [
         ({}, [[X, batch(13)]], AssertionError, "thirteen, by design"),
-        ({"mode": FAILS, "on_error": "raise"}, [X], CompileError, "by design"),
+        ({"mode": FAILS, "on_error": "raise"}, [X], CompileError, "division by zero"),
         ({"mode": WRONG, "verify": "raise"}, [X], CompileError, "differ"),
         ({}, [X, "meta"], ValueError, "device='meta' cannot be used"),
         ({}, [X, 0], TypeError, "device=0"),
