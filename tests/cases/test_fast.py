@@ -11,7 +11,7 @@ from torch import nn
 
 from compile_callbacks import InductorBackend, InductorCompile
 from tests.cases.case import Case, check, net
-from tests.cases.zoo import smooth
+from tests.cases.zoo import Calls, smooth
 from tests.support.models import CLASSES, FEATURES, Classifier, fit
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
@@ -92,23 +92,15 @@ def as_on_gpu(monkeypatch):
     monkeypatch.setattr(type(FAST), "variant", lambda *facts: chosen)
 
 
-class Counts(nn.Module):
-    """Computes with the number of its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.calls = smooth(), 1
-
-    def forward(self, x):
-        return self.net(x) / self.calls
-
-
 class Counted(Classifier):
+    """Computes with a number that changes in each step from the sixth on."""
+
     def __init__(self):
-        super().__init__(Counts())
+        super().__init__(Calls(smooth(), lambda net, x: net(x) / net.number))
+        self.net.net.number = 1
 
     def on_train_batch_start(self, batch, batch_idx):
-        self.net.calls += batch_idx > 4
+        self.net.net.number += batch_idx > 4
 
 
 TANH = net(smooth)

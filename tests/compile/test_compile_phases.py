@@ -15,6 +15,7 @@ import torch._inductor.config
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorConfig, compile_phases, graph_pass, report_of, restore
+from compile_callbacks.passes import RecordGraphs
 from tests.cases.zoo import blocks
 from tests.support.models import CLASSES, FEATURES, FLOAT32, Wrapper, mlp, seeded
 from tests.support.uncached import Uncached
@@ -41,14 +42,7 @@ def assert_same_gradients(ours, eager, *inputs):
     torch.testing.assert_close(*found, **FLOAT32)
 
 
-class Watch(Uncached):
-    """Keeps the phases of the graphs."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, graph, is_inference):
-        self.seen.append((self.phase, is_inference))
+GRAPHS = ["000_train_forward_post_grad_post", "001_train_backward_post_grad_post", "002_infer_inference_post_grad_post"]
 
 
 def trained(module, precision=None, before=lambda model: model, after=lambda model: model):
@@ -78,7 +72,7 @@ def trained(module, precision=None, before=lambda model: model, after=lambda mod
 )
 def test_a_loop_has_two_phases_and_the_results_of_eager(precision, compiles, tolerance):
     """With Fabric, the module is compiled before `setup`, or the wrapper that `setup` returns is passed."""
-    watch, compiled, module = Watch(), [], seeded(mlp)
+    watch, compiled, module = RecordGraphs(), [], seeded(mlp)
 
     def compile_it(model):
         compiled.append(compile_phases(model, passes=[watch], verify="raise"))
@@ -87,7 +81,7 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(precision, compiles, tol
 
     losses = trained(module, precision, **{compiles: compile_it})
     torch.testing.assert_close(losses, trained(seeded(mlp), precision), rtol=tolerance, atol=tolerance)
-    assert watch.seen == [("train", False), ("train", False), ("infer", True)]
+    assert [graph.title for graph in watch.graphs] == GRAPHS
     report = report_of(compiled[0])
     for phase in (report.train, report.infer):
         assert (phase.graphs, phase.verified, phase.compiled_step_ms) == (1, "equal 1", None)

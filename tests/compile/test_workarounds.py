@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_callbacks import _torch, compile_phases, report_of, restore
+from tests.compile.test_saved_inputs import ReadsAndWrites
 from tests.support.models import FEATURES
 from tests.support.uncached import Uncached
 
@@ -27,23 +28,11 @@ PARAMETERS = {
 X = torch.linspace(-1, 1, 4 * FEATURES).reshape(4, FEATURES)
 
 
-class Decays(nn.Module):
-    """Writes a buffer that the backward pass needs, and normalizes, whose backward pass has buffers to donate."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.LayerNorm(FEATURES))
-        self.register_buffer("decay", torch.ones(FEATURES))
-
-    def forward(self, x):
-        result = (self.layer(x) * self.decay.clone()).sin()
-        self.decay.mul_(0.9)
-        return result
-
-
 def backward(retain_graph=False):
     """Run a backward pass of a compiled network, and return what verification found."""
-    net = compile_phases(Decays(), "default", None, passes=[Uncached()])
+    # The one writes a buffer that its backward pass needs, and the backward pass of the other has buffers to donate.
+    net = nn.Sequential(ReadsAndWrites("buffer"), nn.LayerNorm(FEATURES))
+    compile_phases(net, "default", None, passes=[Uncached()])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

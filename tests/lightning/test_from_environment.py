@@ -9,7 +9,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from compile_callbacks import InductorCompile
 from tests.support.models import QUIET, Classifier, fit, loader, seeded, trainer
@@ -62,18 +61,10 @@ def test_without_the_variable_a_trainer_imports_no_compiler_and_gets_no_callback
 
 
 def test_the_mode_applies_in_the_trainer_of_the_package_pytorch_lightning(monkeypatch):
-    package = pytest.importorskip("pytorch_lightning")
-
-    class Module(package.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(8, 2)
-
-        def predict_step(self, batch, batch_idx):
-            return self.net(batch[0])
+    from tests.lightning.test_pytorch_lightning import Module, pl
 
     monkeypatch.setenv(VARIABLE, "default")
-    run = package.Trainer(**QUIET)
+    run = pl.Trainer(**QUIET)
     run.predict(Module(), loader(2))
     assert callback_of(run).report.infer.graphs == 1
 

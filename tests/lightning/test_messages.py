@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import compile_callbacks
 from compile_callbacks import CompileError, InductorCompile
 from tests.cases.case import UNSURPRISING, Case, check, net, run
-from tests.cases.zoo import Calls, CallsInTraining, Repeated, critic, normalized
-from tests.support.models import Classifier, Wrapper, mlp
+from tests.cases.zoo import Calls, CallsInTraining, Repeated, Scaled, critic, normalized
+from tests.support.models import Classifier, mlp
 
 pytestmark = [
     pytest.mark.all_versions,
@@ -74,16 +74,6 @@ class TagsInValidation(Classifier):
         self.net.net.tag = "t"
 
 
-class Counter(Wrapper):
-    def __init__(self, start):
-        super().__init__()
-        self.calls = start
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        return self.net(x) + self.calls
-
-
 def scaled(net, x):
     """Multiply by a number that is computed from a tensor, and then break the graph again."""
     y = net(x) * x.abs().mean().item()
@@ -132,7 +122,7 @@ CASES = [
     # The phase that reaches the recompile limit is the one that is named.
     case("limit in validation", lambda: TagsInValidation(Calls(mlp(), tagged)), LIMIT_IN_VALIDATION, data=(4,) * 20,
          inside=LIMIT, trainer={"max_epochs": 2}, expect={"train.fallbacks": 0, "infer.fallbacks": 1}),
-    case("counter", net(Counter, 0), COUNTER, text="explain CC103", inside=LIMIT, train_mode={"dynamic": False},
+    case("counter", net(Scaled), COUNTER, text="explain CC103", inside=LIMIT, train_mode={"dynamic": False},
          expect={"train.graphs": 3, "train.fallbacks": 1}),
     # The first graph break is the cause of what follows.
     case("item", lambda: Classifier(Calls(mlp(), scaled)), text=ITEM, expect={"train.fallbacks": 0}),

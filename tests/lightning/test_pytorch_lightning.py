@@ -35,6 +35,9 @@ class Module(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("mean", self.net(batch[0]).mean())
 
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 

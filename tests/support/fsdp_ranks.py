@@ -156,10 +156,10 @@ def apart(one, other):
     }
 
 
-def compared(ours, module=None, against=None, **settings):
+def compared(ours, module=None, max_epochs=1, **settings):
     """Fit compiled, and compare with an eager fit."""
-    compiled = fit(ours, module=module, **settings)
-    return {"apart": apart(compiled, against or eager(settings.get("max_epochs", 1))), "report": phases(ours)}
+    compiled = fit(ours, module=module, max_epochs=max_epochs, **settings)
+    return {"apart": apart(compiled, eager(max_epochs)), "report": phases(ours)}
 
 
 def phases(ours):
@@ -232,23 +232,18 @@ def steps(net):
     return losses
 
 
-def built(shard):
+def built():
     torch.manual_seed(1)
-    return shard(Blocks().to(DEVICE))
+    return shard_blocks(Blocks().to(DEVICE), mesh=init_device_mesh(DEVICE.type, (2,)))
 
 
-def by_hand(shard):
-    eager_net, net = built(shard), built(shard)
+def without_a_trainer():
+    eager_net, net = built(), built()
     compile_phases(net, verify="raise")
     losses = steps(net)
     report = report_of(net).to_dict()
     restore(net)
     return {"losses": losses, "eager": steps(eager_net), "report": report}
-
-
-def without_a_trainer():
-    mesh = init_device_mesh(DEVICE.type, (2,))
-    return by_hand(lambda net: shard_blocks(net, mesh=mesh))
 
 
 class OnAnyDevice(FSDPStrategy):

@@ -45,19 +45,15 @@ def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_
     return folder
 
 
-def environment_of(rank: int, accelerator: str) -> dict[str, str]:
-    """The environment variables of one of two processes."""
-    variables = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "RANK_ACCELERATOR": accelerator}
-    return variables | ({"NVIDIA_TF32_OVERRIDE": "0"} if accelerator == "gpu" else {})
-
-
 def run_pair(script: str, folder: Path, accelerator: str, cases: list[str], seconds: float = 280) -> None:
     """Run a script of this folder in two processes. What each printed is left in ``printed.RANK``."""
+    environment = {"NODE_RANK": "0", "RANK_ACCELERATOR": accelerator}
+    environment |= {"NVIDIA_TF32_OVERRIDE": "0"} if accelerator == "gpu" else {}
     processes = [
         start_new_process(
             _SUPPORT / script,
             [folder, *cases],
-            environment=environment_of(rank, accelerator),
+            environment={**environment, "LOCAL_RANK": str(rank)},
             printed=folder / f"printed.{rank}",
             uses_gpu=accelerator == "gpu",
         )

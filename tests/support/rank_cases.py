@@ -51,12 +51,12 @@ def report_of(ours: InductorCompile) -> dict[str, Any]:
     return {phase: ours.report.to_dict()[phase] for phase in ("train", "infer")}
 
 
-def both(make: Any = Classifier, *others: pl.Callback, ours: Any = None, **settings: Any) -> Any:
+def both(make: Any = Classifier, *, ours: Any = None, **settings: Any) -> Any:
     """A run without the callback, and the same with it."""
     ours = ours or InductorCompile(baseline_steps=0)
     eager, compiled = seeded(make), seeded(make)
     fit(eager, **settings)
-    fit(compiled, ours, *others, **settings)
+    fit(compiled, ours, **settings)
     return {"eager": result_of(eager), "compiled": result_of(compiled), "report": report_of(ours)}
 
 
@@ -89,12 +89,7 @@ class Wide(Classifier):
 
 
 def plain() -> dict[str, Any]:
-    ours = InductorCompile(baseline_steps=2)
-    eager, compiled = seeded(), seeded()
-    fit(eager, max_epochs=2)
-    fit(compiled, ours, max_epochs=2, logger=LoggerIn(FOLDER))
-    results = {"eager": result_of(eager), "compiled": result_of(compiled)}
-    return {**results, "report": report_of(ours), "scalars": ours.report.scalars()}
+    return both(ours=InductorCompile(baseline_steps=2), max_epochs=2, logger=LoggerIn(FOLDER))
 
 
 def find_unused_parameters() -> dict[str, Any]:
