@@ -29,6 +29,8 @@ same disturbance, noise alone makes the eager steps the slower of the two in hal
 
 _MIN_TREND_WINDOWS = 5
 
+_quantile = statistics.NormalDist().inv_cdf
+
 Outcome = Literal["faster", "slower", "no difference", "not comparable"]
 
 
@@ -100,11 +102,6 @@ def _ranks(count: int) -> tuple[int, float]:
     rank = max(1, round((count + 1) / 2 - math.sqrt(count)))
     outside = sum(math.comb(count, below) for below in range(rank)) / 2**count
     return rank, 2 * _quantile(1 - outside)
-
-
-@functools.lru_cache
-def _quantile(probability: float) -> float:
-    return statistics.NormalDist().inv_cdf(probability)
 
 
 def median_ms(samples: Sequence[float]) -> float | None:

@@ -230,9 +230,11 @@ class PhaseTimes:
         return by_workload
 
     def compared(self, candidate: str | None = None) -> StepTimes:
-        """Return the eager and compiled step times of the workload that has the most compiled samples."""
+        """Return the step times of the workload that has the most compiled samples, in a stage with eager samples."""
         eager, compiled = self.windows(EAGER, "eager"), self.windows(candidate)
-        counts = Counter({workload: sum(map(len, windows)) for workload, windows in (compiled or eager).items()})
+        stages = {workload.loader for workload in eager}  # a later call of another kind has no eager steps
+        windows = {of: found for of, found in compiled.items() if of.loader in stages} or compiled or eager
+        counts = Counter({workload: sum(map(len, found)) for workload, found in windows.items()})
         for workload, _ in counts.most_common(1):
             return StepTimes(list(itertools.chain(*eager.get(workload, ()))), compiled.get(workload, ()), workload)
         return StepTimes()

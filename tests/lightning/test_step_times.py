@@ -96,6 +96,14 @@ def test_a_run_without_evidence_reports_why(baseline, compiled, reason):
     assert reason in str(report)
 
 
+def test_a_later_call_of_another_kind_does_not_change_the_verdict():
+    with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch, infer={"eager": 10, None: 5})):
+        callback, module = InductorCompile(None, "default", verify="off", targets="net"), Classifier()
+        trainer(callback).validate(module, batches_of(*[4] * 40), verbose=False)
+        trainer(callback).predict(module, batches_of(*[4] * 100))
+    assert callback.report.infer.speedup == pytest.approx(2)
+
+
 # ------------------------------------------------------------------------------------------ the rule
 
 
