@@ -32,6 +32,7 @@ import memory
 import ordinary
 import resnet50
 import tiny_steps
+import verification
 import warm_start
 from summaries import SUMMARIES
 from tables import Row, origins, print_columns, read
@@ -112,6 +113,12 @@ without hooks: Lightning takes time to call the hooks of each callback. In the l
 makes the machine 5% faster or slower during the run. The table shows the share of runs that call compiled steps faster,
 by their true speedup. At a true speedup of 1.00, each such claim is false. The last row compares eager steps with eager
 steps of a small network, while other processes keep all cores busy.""",
+    ),
+    "verification": Table(
+        "verification", verification.show, "Wrong gradients that verification calls equal",
+        """The gradients are random, and each column has a precision. One way makes all gradients of a row wrong.
+Eager's result and the compiled one are within one rounding of the truth. The table shows the share of the gradients
+that are called equal.""",
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",

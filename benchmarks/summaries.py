@@ -6,6 +6,7 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
+import verification
 from tables import Row, compare_blocks, find, in_order, ms, origins, print_table, read, times, with_interval
 
 FROZEN = "reduce-overhead, frozen"
@@ -228,13 +229,19 @@ def longest_steps(machine: str) -> None:
     print(f"with {len(spans[0])} models, the longest step took {texts[0]} instead of {texts[1]}")
 
 
-def first_100_steps(machine: str) -> None:
-    """The time that runs in the background lose in their first 100 steps."""
-    lost = []
+def behind_eager(machine: str) -> None:
+    """The step until which a run in the background has taken longer than an eager run, because of its costs."""
+    steps = []
     for result in read(f"{machine}/background_*"):
-        seconds = [find(result["rows"], way)["first_100_s"] for way in ("background", "eager", "by hand")]
-        lost.append(seconds[0] - min(seconds[1:]))
-    print(f"{min(lost):.1f} to {max(lost):.1f} s longer")
+        ours, eager_ms = find(result["rows"], "background"), find(result["rows"], "eager")["steady_ms"]
+        behind_ms = ours["seconds"] * 1000 - ours["steps"] * eager_ms
+        steps.append(ours["steps"] + behind_ms / (eager_ms - ours["steady_ms"]))
+    print(f"until step {min(steps):,.0f} to {max(steps):,.0f}")
+
+
+def wrong_gradients(machine: str) -> None:
+    """The share of wrong gradients that verification calls equal, as a table."""
+    verification.show([row for row in rows_of(f"{machine}/verification") if row["gradient"] != "right"])
 
 
 def first_compile(machine: str) -> None:
@@ -298,6 +305,6 @@ def warm_seconds(machine: str) -> None:
 
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, first_100_steps, first_compile,
-    chart_origin, of_by_hand, memory_peaks, warm_seconds,
+    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager, first_compile,
+    chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip

@@ -56,8 +56,14 @@ def verdict(way: str, precision: str, seed: int) -> str:
     return compare_results(expected, actual, allowed, lambda: reference).result
 
 
+def show(rows: list[Row]) -> None:
+    """Print the share of the gradients that are called equal."""
+    lines = [[row["gradient"], *(f"{row[precision]:.1%}" for precision in PRECISIONS)] for row in rows]
+    print_table(["gradient", *PRECISIONS], lines)
+
+
 def main() -> None:
-    """Print the share of the gradients that are called equal, by way and precision."""
+    """Measure and print the share of the gradients that are called equal, by way and precision."""
     parser = parser_for(__doc__)
     parser.add_argument("--gradients", type=int, default=400, help="gradients for each way and precision")
     args = parser.parse_args()
@@ -69,8 +75,7 @@ def main() -> None:
             row[precision] = equal / args.gradients
         say(str(row))
         rows.append(row)
-    lines = [[row["gradient"], *(f"{row[precision]:.1%}" for precision in PRECISIONS)] for row in rows]
-    print_table(["gradient", *PRECISIONS], lines)
+    show(rows)
     save(args.json, "Gradients that verification calls equal", rows)
 
 
