@@ -8,18 +8,18 @@ import os
 import subprocess
 import sys
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
 from torch._inductor import cudagraph_trees
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from compile_callbacks import InductorCompile
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
-from tests.cases.test_values import thaws
-from tests.cases.zoo import Calls, smooth
 from tests.support.models import CLASSES, FEATURES, Classifier, Manual, Wrapper, fit, loader, mlp, seeded, trainer
 
 pytestmark = [
@@ -29,9 +29,24 @@ pytestmark = [
     ),
 ]
 
-MODE = "fast"
+MODE, TRIED = "fast", ["reduce-overhead", "default"]
 ANY = {f"{phase}.{name}": ... for phase in ("train", "infer") for name in ("graphs", "graph_breaks", "recompiles")}
 ANY |= {f"{phase}.diagnostics.eager_calls": ... for phase in ("train", "infer")}
+
+
+def around(call):
+    """Make a `Classifier` that trains with a function of its network and a batch."""
+
+    class Calls(Classifier):
+        def logits(self, x):
+            return call(self.net, x)
+
+    return Calls
+
+
+class Checkpointed(Wrapper):
+    def forward(self, x):
+        return checkpoint(self.net, x, use_reentrant=False)
 
 
 class Gan(Classifier):
@@ -91,18 +106,59 @@ class Keeps(Classifier):
         self.hooked.clear()
 
 
+class Swaps(pl.Callback):
+    """Validates and predicts with an average of the weights, as EMA callbacks do."""
+
+    average = None
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        now = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+        self.average = {n: w if self.average is None else self.average[n].lerp(w, 0.3) for n, w in now.items()}
+
+    def on_validation_start(self, trainer, pl_module):
+        if self.average is not None:
+            self.own = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+            self._set(pl_module, self.average)
+
+    def on_validation_end(self, trainer, pl_module):
+        if self.average is not None:
+            self._set(pl_module, self.own)
+
+    @torch.no_grad()
+    def _set(self, module, weights):
+        for name, weight in module.named_parameters():
+            weight.copy_(weights[name])
+
+
+class WithBackbone(Classifier):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, CLASSES)))
+
+    @property
+    def backbone(self):
+        return self.net[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.1)
+
+
+class Lengths(Wrapper):
+    """Pads nothing: a sequence of any length gives one vector."""
+
+    def forward(self, x):
+        return self.net(x).mean(dim=1)
+
+
 def sequences(lengths):
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, n, FEATURES, generator=generator), torch.arange(4) % CLASSES) for n in lengths]
     return lambda: torch.utils.data.DataLoader(batches, batch_size=None)
 
 
-def one_vector():
-    """Pads nothing: a sequence of any length gives one vector."""
-    return Calls(smooth(), lambda net, x: net(x).mean(dim=1))
+def recurrent():
+    return Lengths(nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), nn.Linear(16, CLASSES)))
 
 
-USERS = torch.compile(torch.sigmoid)
 MANY = [3 + (7 * i) % 40 for i in range(40)]
 CASES = [
     Case(name="accumulation", trainer={"accumulate_grad_batches": 2}),
@@ -111,23 +167,24 @@ CASES = [
     Case(name="gan", make=Gan),
     Case(name="keeps outputs", make=Keeps, trainer={"max_epochs": 2}),
     Case(name="swa", others=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=2)], trainer={"max_epochs": 4}),
-    Case(name="swaps weights", make=zoo.SwapsWeights, trainer={"max_epochs": 3}),
-    Case(name="unfreezes a backbone", make=zoo.TwoParts, others=thaws, trainer={"max_epochs": 4}),
-    Case(name="activation checkpoint", make=net(lambda: Calls(smooth(), zoo.in_checkpoint))),
+    Case(name="swaps weights", others=lambda: [Swaps()], trainer={"max_epochs": 3}),
+    Case(
+        name="unfreezes a backbone",
+        make=WithBackbone,
+        others=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)],
+        trainer={"max_epochs": 4},
+    ),
+    Case(name="activation checkpoint", make=net(lambda: Checkpointed(zoo.smooth()))),
     Case(name="smaller last batch", train=(4,) * 9 + (3,), validation=(4, 4, 2), trainer={"max_epochs": 3}),
     *(
         Case(name=f"12 epochs of {n}", train=(4,) * (n - 1) + (3,), trainer={"max_epochs": 12})
         for n in (3, 5, 7, 13, 40)
     ),
     *(
-        Case(name=f"{kind} lengths", make=net(one_vector), train=sequences(lengths), validation=None, predict=None)
+        Case(name=f"{kind} lengths", make=net(recurrent), train=sequences(lengths), validation=None, predict=None)
         for kind, lengths in (("40", MANY), ("sorted", sorted(MANY)))
     ),
-    Case(name="three calls", make=zoo.logits(lambda m, x: m.net(x) + m.net(x.sin()) + m.net(x.cos()))),
-    Case(
-        name="two networks, and a function that the user compiled",
-        make=zoo.logits(lambda m, x: USERS(m.net(x)) + m.other(x), other=mlp),
-    ),
+    Case(name="three calls", make=around(lambda net, x: net(x) + net(x.sin()) + net(x.cos()))),
     Case(name="anomaly detection", trainer={"detect_anomaly": True}),
     Case(name="profiler", inside=torch.profiler.profile),
 ]
@@ -144,6 +201,27 @@ def test_training_validation_and_prediction_equal_eager(case, mode, baseline_ste
     assert report.train.graphs or baseline_steps
     varies = mode == "fast" and "lengths" in case.name
     assert report.train.mode == ("default" if varies else "reduce-overhead"), report.train.mode_reason
+
+
+class TwoNetworks(Classifier):
+    """Two networks in a step, and a function that the user has compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = mlp()
+        self.compiled = torch.compile(torch.sigmoid)
+
+    def logits(self, x):
+        return self.compiled(self.net(x)) + self.other(x)
+
+
+def test_a_function_that_the_user_compiled_and_two_networks():
+    runs = []
+    for callbacks in ([], [InductorCompile(MODE, MODE, baseline_steps=3)]):
+        module = seeded(TwoNetworks)
+        trainer(*callbacks, accelerator="gpu", max_epochs=2).fit(module, loader(12))
+        runs.append((module.losses, module.cpu().state_dict()))
+    torch.testing.assert_close(*runs, rtol=2e-3, atol=2e-4)
 
 
 def test_a_large_batch_after_a_small_one_in_other_stages():
@@ -190,6 +268,17 @@ def test_the_memory_of_an_earlier_trainer_is_freed():
         torch.cuda.empty_cache()
         sizes.append(torch.cuda.memory_reserved())
     assert sizes[2] <= sizes[0] + 2**21
+
+
+def test_two_equal_runs_are_bit_equal():
+    runs = []
+    for _ in range(2):
+        module = seeded()
+        settings = {"accelerator": "gpu", "deterministic": True, "max_epochs": 2}
+        trainer(InductorCompile(MODE, MODE, baseline_steps=4), **settings).fit(module, loader(12))
+        runs.append((module.losses, module.state_dict()))
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+    torch.use_deterministic_algorithms(False)
 
 
 SCRIPT = """
@@ -263,5 +352,4 @@ def test_the_largest_batch_that_fits_in_default_also_fits_in_fast():
 def test_auto_begins_with_what_fast_would_become():
     ours = InductorCompile("auto", None)
     fit(ours, train=60, accelerator="gpu")
-    candidates = [trial["candidate"] for trial in ours.report.train.diagnostics.trials]
-    assert candidates[:3] == ["eager", "reduce-overhead", "default"]
+    assert [trial["candidate"] for trial in ours.report.train.diagnostics.trials][:3] == ["eager", *TRIED]
