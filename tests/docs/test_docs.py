@@ -148,3 +148,21 @@ def test_commands_name_files_targets_and_options_that_there_are(capsys):
             known = capsys.readouterr().out
             assert all(option in known for option in options), (page, command)
     assert seen == {"make", "python", "compile-callbacks", "pip", "tensorboard"}
+
+
+def test_figures_and_chart_of_the_pages_are_those_of_the_files_in_benchmarks_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    pages = importlib.import_module("pages")
+    monkeypatch.setattr("sys.argv", ["pages.py", "--check"])
+    pages.main()
+
+    def other(found):
+        used.add(found[3])
+        return found[1] + re.sub(r"\d\b", lambda digit: str((int(digit[0]) + 1) % 10), found[4]) + found[5]
+
+    used = set()
+    for text in [path.read_text() for path in pages.PAGES]:
+        assert pages.filled(pages.FIGURES.sub(other, text)) == text  # each figure of the page comes from a file
+    names = [*pages.TABLES, *(summary.__name__ for summary in pages.SUMMARIES)]
+    assert len(names) == len(set(names))
+    assert {"answer"} <= used - {None} <= set(names)
