@@ -11,16 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
 from compile_callbacks.graphs.requests import RequestQueue
 from compile_callbacks.passes import RecordGraphs
 from compile_callbacks.tuning.contest import Contest
+from tests.cases.zoo import Calls, breaking
 from tests.support.background import SECONDS, assert_trained_as_eager, compiled_steps, is_running, pids, run
-from tests.support.models import Classifier, Wrapper, batches_of, fit, loader, seeded, trainer
+from tests.support.models import Classifier, batches_of, fit, loader, mlp, seeded, trainer
 from tests.support.processes import start_new_process
 from tests.support.step_times import Times
 
@@ -36,26 +35,13 @@ def reasons(phase, kind="foreground"):
 # ------------------------------------------------------------------------------------------ the switch
 
 
-class Broken(nn.Module):
-    """Calls two networks, with a graph break between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.first(x).relu()
-        torch._dynamo.graph_break()
-        return self.second(x)
-
-
 @all_versions
 def test_training_goes_on_and_switches_when_all_graphs_are_loaded(tmp_path, monkeypatch):
     """With symbolic sizes, gradients accumulated over the switch, and a file that hides one of Python's."""
     monkeypatch.setattr(SUBPROCESS, subprocess)
     monkeypatch.chdir(tmp_path)
     Path("queue.py").write_text("raise ValueError")
-    make, data = lambda: seeded(lambda: Classifier(Wrapper(Broken()))), batches_of(4, 5, 6, 7, 4, 5, 6, 7)
+    make, data = lambda: seeded(lambda: Classifier(breaking())), batches_of(4, 5, 6, 7, 4, 5, 6, 7)
     callback = InductorCompile(background=True)
     module = run(callback, compiled_steps(12), make(), data=data, accumulate_grad_batches=4)
     assert_trained_as_eager(module, make, data, accumulated=4)
@@ -81,15 +67,11 @@ def test_a_run_that_ends_before_the_compile_is_continued_by_the_next(tmp_path):
     assert_trained_as_eager(module, data=data)
 
 
-class Scaling(Wrapper):
-    def forward(self, x):
-        return self.net(x * (1 + x.abs().max().item()))
-
-
 @pytest.mark.usefixtures("recompiles_at_once")
 def test_candidates_are_compiled_while_the_best_so_far_trains(background_ms, monkeypatch):
     """``"auto"`` also tries the setting that removes a graph break."""
-    make, healed = lambda: seeded(lambda: Classifier(Scaling())), "dynamo={'capture_scalar_outputs': True}"
+    scaled = lambda net, x: net(x * (1 + x.abs().max().item()))  # noqa: E731
+    make, healed = lambda: seeded(lambda: Classifier(Calls(mlp(), scaled))), "dynamo={'capture_scalar_outputs': True}"
     background_ms.update({"default": 1.5, healed: 1.0})
     monkeypatch.setattr("compile_callbacks.tuning.candidates.why_not_compiled", lambda *args: "")
     callback = InductorCompile("auto", None, background=True)
