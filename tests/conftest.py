@@ -18,7 +18,7 @@ import torch._dynamo.config
 import torch._inductor.config
 from torch._dynamo.callback import callback_handler
 
-from compile_callbacks import CompileWarning, _torch
+from compile_callbacks import CompileWarning, _torch, compile_phases, restore
 from compile_callbacks.calls import compiled_function
 from compile_callbacks.cli.explain import read_entries
 
@@ -106,6 +106,20 @@ def captured_graph(monkeypatch):
     """
     captured = _torch.graphs.eager_graph
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: captured(graph).forward)
+
+
+@pytest.fixture
+def compiled():
+    """Compiles modules with `compile_phases`, and restores them after the test."""
+    modules = []
+
+    def compile_module(module, *modes, **settings):
+        modules.append(compile_phases(module, *modes, **settings))
+        return modules[-1]
+
+    yield compile_module
+    for module in modules:
+        restore(module)
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ def test_hand_written_loop_may_keep_the_graph(tmp_path):
         restore(net)
 
 
-def test_backward_pass_frees_the_inputs_of_its_call():
-    net, x = compile_phases(zoo.normalized(), verify="off"), torch.randn(4, FEATURES, requires_grad=True)
+def test_backward_pass_frees_the_inputs_of_its_call(compiled):
+    net, x = compiled(zoo.normalized(), verify="off"), torch.randn(4, FEATURES, requires_grad=True)
     doubled = x * 2
     out, reference = net(doubled), weakref.ref(doubled)
     del doubled
@@ -113,4 +113,3 @@ def test_backward_pass_frees_the_inputs_of_its_call():
     assert reference() is None
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(out.sum(), x, retain_graph=True)
-    restore(net)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from compile_callbacks import CompileError, InductorCompile, compile_phases, restore
+from compile_callbacks import CompileError, InductorCompile
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.cases.zoo import OLDEST, PYTHON_STATE, Calls, Counting
 from tests.support.models import FEATURES, Classifier, Wrapper, fit, mlp
+from tests.support.passes import Uncached
 from tests.support.step_times import Times
-from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -72,16 +72,15 @@ def test_graph_breaks_and_exceptions(case):
     assert check(case).report.train.fallbacks == case.expect.get("train.fallbacks", 0)
 
 
-def test_code_that_raises_where_dynamo_fails_behind_a_break_runs_once():
+def test_code_that_raises_where_dynamo_fails_behind_a_break_runs_once(compiled):
     def raises(net, x):
         torch._dynamo.graph_break()
         raise ZeroDivisionError
 
-    counting = compile_phases(Counting(raises), "default", None)
+    counting = compiled(Counting(raises), "default", None)
     with dynamo_fails("torch_dynamo_resume")(), pytest.raises(ZeroDivisionError):
         counting(torch.ones(4, FEATURES))
     assert counting.calls == 1
-    restore(counting)
 
 
 # By kind and number of eager steps. torch draws only while it traces; torch 2.11 mostly outside of the graph.

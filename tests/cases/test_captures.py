@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.func import hessian, jacfwd, vmap
 
-from compile_callbacks import CompileError, compile_phases, report_of, restore
+from compile_callbacks import CompileError, report_of
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.support.models import CLASSES, FEATURES
-from tests.support.wrong_passes import Doubling, WrongRows
+from tests.support.passes import Doubling, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -61,16 +61,15 @@ def test_wrong_captures_and_values_do_not_reach_the_run(case):
 
 @pytest.mark.filterwarnings("ignore:target 'forward' runs eagerly")  # the Hessian on torch 2.11
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_derivatives_within_a_target_are_compared_and_leave_no_transform_active(derivative):
+def test_derivatives_within_a_target_are_compared_and_leave_no_transform_active(derivative, compiled):
     net, points = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 2)
     eager = zoo.Calls(net, lambda net, points: derivative(lambda point: net(point)[0], points))
-    module = compile_phases(copy.deepcopy(eager))
+    module = compiled(copy.deepcopy(eager))
     torch.testing.assert_close(module(points), eager(points))
     module(points).square().sum().backward()
     train = report_of(module).train
     assert train.verified == "equal 1" or train.fallbacks == 1
     assert torch._C._functorch.peek_interpreter_stack() is None
-    restore(module)
 
 
 RUNS = []
@@ -93,13 +92,12 @@ def busy(net, x):
 
 @torch.no_grad()
 @pytest.mark.parametrize("verify", ["raise", "warn"])
-def test_verify_raise_raises_if_a_comparison_fails_with_an_error(verify):
+def test_verify_raise_raises_if_a_comparison_fails_with_an_error(verify, compiled):
     RUNS.clear()
-    module = compile_phases(zoo.Calls(nn.Identity(), busy), verify=verify)
+    module = compiled(zoo.Calls(nn.Identity(), busy), verify=verify)
     message = "could not be compared with eager in the infer phase: error: RuntimeError: busy"
     with pytest.raises(CompileError, match=message) if verify == "raise" else contextlib.nullcontext():
         module(torch.randn(4))
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_grad_enabled()
     assert report_of(module).infer.verified == "not compared 1 (error)"
-    restore(module)

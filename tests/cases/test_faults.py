@@ -13,7 +13,7 @@ import torch
 import torch._inductor.graph
 from torch import nn
 
-from compile_callbacks import CompileError, CompileWarning, InductorCompile, compile_phases, report_of, restore
+from compile_callbacks import CompileError, CompileWarning, InductorCompile, report_of
 from tests.cases.case import Case, check
 from tests.cases.zoo import (
     RAGGED,
@@ -26,7 +26,7 @@ from tests.cases.zoo import (
     struck,
 )
 from tests.support.models import FEATURES, Classifier, Wrapper, batches_of, fit, mlp
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 pytestmark = pytest.mark.usefixtures("no_codegen", "recompiles_at_once")
 
@@ -202,17 +202,12 @@ allocates = custom_operator("allocates", allocates_and_doubles, lambda gradient:
 
 
 @pytest.fixture
-def compile_net():
+def compile_net(compiled):
     """A function that compiles a net. Each call of the net allocates."""
-    net = doing(allocates)
-
-    def compile_net(**settings):
-        return compile_phases(net, {"passes": [Uncached()]}, {"passes": [Uncached()]}, **settings)
-
     SHORT.clear()
     RUNS.clear()
-    yield compile_net
-    restore(net)
+    mode = {"passes": [Uncached()]}
+    return lambda **settings: compiled(doing(allocates), mode, mode, **settings)
 
 
 def step(net, *short, error=None):
@@ -293,9 +288,9 @@ class FailsCompiled(Wrapper):
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("phase", ["train", "infer"])
-def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(phase):
+def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code(phase, compiled):
     RUNS.clear()
-    module, x = compile_phases(FailsCompiled()), torch.randn(8, FEATURES)
+    module, x = compiled(FailsCompiled()), torch.randn(8, FEATURES)
     reason = "because its compiled code raised an error that eager does not: ValueError: no such kernel"
     with torch.set_grad_enabled(phase == "train"):
         with pytest.warns(CompileWarning, match=f"target 'forward' runs eagerly in the {phase} phase, {reason}"):
@@ -305,13 +300,12 @@ def test_compiled_code_that_raises_falls_back_without_a_second_call_of_user_code
         module(x)
     assert (module.calls, module.python_calls) == (2, 2)
     assert report_of(module).phase(phase).fallbacks == 1
-    restore(module)
 
 
 @pytest.mark.all_versions
 @pytest.mark.parametrize("phase", ["train", "infer"])
-def test_a_later_call_that_fails_runs_eagerly_if_the_graph_writes_nothing(phase):
-    module = compile_phases(Calls(nn.Linear(FEATURES, 3), lambda net, x: fails_compiled(net(x))))
+def test_a_later_call_that_fails_runs_eagerly_if_the_graph_writes_nothing(phase, compiled):
+    module = compiled(Calls(nn.Linear(FEATURES, 3), lambda net, x: fails_compiled(net(x))))
     x = torch.randn(8, FEATURES)
     with torch.set_grad_enabled(phase == "train"):
         RUNS[:] = ["fails"] * 2  # no failure
@@ -322,25 +316,23 @@ def test_a_later_call_that_fails_runs_eagerly_if_the_graph_writes_nothing(phase)
         torch.testing.assert_close(module(x), expected)
     assert RUNS.count("fails") == 4
     assert report_of(module).phase(phase).fallbacks == 1
-    restore(module)
 
 
 @pytest.mark.all_versions
-def test_a_later_call_that_fails_in_eager_too_raises_the_error_of_eager():
+def test_a_later_call_that_fails_in_eager_too_raises_the_error_of_eager(compiled):
     RUNS[:] = ["fails"] * 2  # no failure
-    module = compile_phases(Calls(nn.Embedding(10, 3), lambda net, x: net(x)), infer_mode=None)
+    module = compiled(Calls(nn.Embedding(10, 3), lambda net, x: net(x)), infer_mode=None)
     module(torch.tensor([1, 2]))
     with pytest.raises(IndexError):
         module(torch.tensor([1, 12]))
     module(torch.tensor([3, 4]))
     assert (report_of(module).train.graphs, report_of(module).train.fallbacks) == (1, 0)
-    restore(module)
 
 
 @pytest.mark.all_versions
-def test_an_error_of_a_later_call_names_target_setting_and_remedy():
+def test_an_error_of_a_later_call_names_target_setting_and_remedy(compiled):
     writes = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3))
-    module, x = compile_phases(Calls(writes, lambda net, x: fails_compiled(net(x)))), torch.randn(8, FEATURES)
+    module, x = compiled(Calls(writes, lambda net, x: fails_compiled(net(x)))), torch.randn(8, FEATURES)
     RUNS[:] = ["fails"] * 2  # no failure
     module(x)
     RUNS[:] = ["fails"]
@@ -348,4 +340,3 @@ def test_an_error_of_a_later_call_names_target_setting_and_remedy():
         module(x)
     [note] = caught.value.__notes__
     assert note.startswith("raised by compiled code of target 'forward'; if eager code does not, set train_mode=")
-    restore(module)

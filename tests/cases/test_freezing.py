@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.testing._internal.two_tensor import TwoTensor
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases import zoo
@@ -137,14 +136,6 @@ def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(base
     assert "freezing has no effect on steps that change the weights" in str(callback.report)
 
 
-def subclass():
-    """The weight is a tensor subclass."""
-    linear = nn.Linear(FEATURES, CLASSES)
-    weight = linear.weight.detach()
-    linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-    return zoo.Calls(linear, lambda net, x: net(x).a)
-
-
 def lazy():
     return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(CLASSES))
 
@@ -154,7 +145,7 @@ def lazy():
     ("make", "edit", "message"),
     [
         (lazy, lambda net: net[0].weight, "'0.weight'"),
-        (subclass, lambda net: net.net.bias, "'net.weight' is a TwoTensor"),
+        (zoo.tensor_subclass, lambda net: net[2].bias, "'0.weight' is a TwoTensor"),
     ],
 )
 def test_other_kinds_of_weights_predict_as_eager_and_are_not_frozen(make, edit, message):

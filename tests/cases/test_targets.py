@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.optim import AdamW
 from torch.utils.flop_counter import FlopCounterMode
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
+from compile_callbacks import CompileWarning, InductorCompile, report_of
 from tests.cases import zoo
 from tests.cases.case import Case, check, net
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, fit, loader, mlp, seeded, trainer
@@ -163,10 +163,9 @@ def test_a_search_that_raises_costs_a_target_and_not_the_run(monkeypatch):
     assert any("could not be made a target: ZeroDivisionError" in str(warning.message) for warning in caught)
 
 
-def test_with_fullgraph_the_first_call_may_be_within_a_dispatch_mode():
-    compiled = compile_phases(mlp(), {"fullgraph": True})
+def test_with_fullgraph_the_first_call_may_be_within_a_dispatch_mode(compiled):
+    net = compiled(mlp(), {"fullgraph": True})
     with FlopCounterMode(display=False):
-        compiled(torch.ones(4, FEATURES))
-    compiled(torch.ones(4, FEATURES))
-    assert report_of(compiled).train.graphs == 1
-    restore(compiled)
+        net(torch.ones(4, FEATURES))
+    net(torch.ones(4, FEATURES))
+    assert report_of(net).train.graphs == 1

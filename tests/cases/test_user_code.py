@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import compile_phases, report_of, restore
+from compile_callbacks import report_of
 from tests.cases import zoo
 from tests.cases.case import UNSURPRISING, Case, check
 from tests.support.models import FEATURES, Wrapper
-from tests.support.wrong_passes import WrongForward
+from tests.support.passes import WrongForward
 
 pytestmark = [
     pytest.mark.all_versions,
@@ -85,18 +85,17 @@ def test_the_run_equals_eager(row):
     check(row)
 
 
-def test_hooks_that_come_after_the_first_compile_run():
-    module, x = compile_phases(zoo.around(nn.ReLU()), infer_mode=None), torch.ones(3, FEATURES)
+def test_hooks_that_come_after_the_first_compile_run(compiled):
+    module, x = compiled(zoo.around(nn.ReLU()), infer_mode=None), torch.ones(3, FEATURES)
     before = module(x)
     handle = module[2].register_forward_hook(lambda layer, args, output: output + 1)
     torch.testing.assert_close(module(x), before + 1)
     handle.remove()
     torch.testing.assert_close(module(x), before)
-    restore(module)
 
 
-def test_hooks_on_tensors_see_one_backward_pass():
-    module, seen = compile_phases(zoo.around(nn.ReLU()), verify="raise"), []
+def test_hooks_on_tensors_see_one_backward_pass(compiled):
+    module, seen = compiled(zoo.around(nn.ReLU()), verify="raise"), []
     x = torch.randn(3, FEATURES, requires_grad=True)
     x.register_hook(lambda gradient: seen.append("input"))
     module[0].weight.register_hook(lambda gradient: seen.append("weight"))
@@ -106,4 +105,3 @@ def test_hooks_on_tensors_see_one_backward_pass():
     output.sum().backward()
     assert sorted(seen) == ["accumulated", "input", "weight"]
     assert report_of(module).train.verified == "equal 1"
-    restore(module)

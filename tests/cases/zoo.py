@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from tests.support.models import CLASSES, FEATURES, Classifier, Wrapper, mlp
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 OLDEST = torch.__version__.startswith("2.11.")
 

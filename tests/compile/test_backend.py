@@ -13,7 +13,7 @@ from torch import nn
 from compile_callbacks import CompileError, InductorBackend, InductorConfig, compile_phases, graph_pass, restore
 from tests.cases.zoo import Calls, custom_operator
 from tests.support.models import FEATURES, mlp
-from tests.support.wrong_passes import WrongForward
+from tests.support.passes import WrongForward
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("dropped_backends_go", "no_codegen")]
 

@@ -15,15 +15,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from compile_callbacks import (
-    CompileWarning,
-    GraphPass,
-    InductorCompile,
-    InductorConfig,
-    compile_phases,
-    graph_pass,
-    restore,
-)
+from compile_callbacks import CompileWarning, GraphPass, InductorCompile, InductorConfig, graph_pass
 from compile_callbacks.passes import RecordGraphs, call_before, count_ops, find_nodes, replace_node
 from tests.cases.zoo import Calls
 from tests.support.models import Classifier, loader, mlp, trainer
@@ -144,7 +136,7 @@ def test_equal_passes_hit_torchs_cache_and_another_argument_misses(hook, tmp_pat
     assert "torch's cache has the graph" in texts(logger)["compile_report"]
 
 
-def test_nodes_are_found_counted_inserted_and_replaced():
+def test_nodes_are_found_counted_inserted_and_replaced(compiled):
     @graph_pass
     def smooth(graph, is_inference):
         (relu,) = find_nodes(graph, aten.relu)
@@ -155,10 +147,9 @@ def test_nodes_are_found_counted_inserted_and_replaced():
         assert before.meta["val"].shape == (4,)
         assert count_ops(graph)["aten.sigmoid.default"] == 1
 
-    net = compile_phases(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), passes=[smooth], on_error="raise", verify="off")
+    net = compiled(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), passes=[smooth], on_error="raise", verify="off")
     with torch.no_grad():
         result = net(torch.randn(4, 8))
-    restore(net)
     assert 0 < result.min() < result.max() < 1
 
 

@@ -12,9 +12,9 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, InductorBackend, report_of
-from tests.cases.zoo import Calls, in_checkpoint
+from tests.cases.zoo import Calls, Parts, dropout, in_checkpoint
 from tests.support.models import FEATURES, Wrapper
-from tests.support.wrong_passes import Doubling, WrongForward, WrongRows
+from tests.support.passes import Doubling, WrongForward, WrongRows
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 
@@ -42,14 +42,9 @@ def verified(module, phase="train"):
 # ---------------------------------------------------------------------------------------------- finding differences
 
 
-class Encoder(Wrapper):
-    def encode(self, x):
-        return self.net(x)
-
-
 @pytest.mark.parametrize(("phase", "tolerance"), [("train", r"\(tolerance 0.00035\)"), ("infer", "")])
 def test_verification_finds_a_wrong_graph_and_names_target_output_phase_and_tolerance(compiled, phase, tolerance):
-    module = compiled(Encoder(plain()), targets=["encode"], passes=[WrongForward(phase)])
+    module = compiled(Parts(), targets=["encode"], passes=[WrongForward(phase)])
     message = rf"target 'encode' differs from eager in the {phase} phase: output 0 has a relative error of .* "
     with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match=message + tolerance):
         module.encode(inputs())
@@ -136,12 +131,11 @@ class Casts(nn.Module):
         return self.second(normed.to(torch.bfloat16)) + torch.zeros(3)
 
 
-class WithStatistics(nn.Module):
+class WithStatistics(Wrapper):
     """Runs `nn.BatchNorm1d`, and changes its input and a buffer."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
@@ -193,10 +187,6 @@ def residual():
     return nn.Sequential(*(Residual(nn.Sequential(*layer)) for layer in layers), nn.AdaptiveAvgPool2d(1))
 
 
-def with_dropout():
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 3))
-
-
 def with_weight(value):
     module = plain()
     module[0].weight.data[0, 0] = value
@@ -206,7 +196,7 @@ def with_weight(value):
 SOUND = {
     "casts": (Casts, inputs),
     "nan": (lambda: with_weight(float("nan")), inputs),
-    "dropout in an activation checkpoint": (lambda: Calls(with_dropout(), in_checkpoint), inputs),
+    "dropout in an activation checkpoint": (lambda: Calls(dropout(), in_checkpoint), inputs),
     "jagged": (plain, lambda: torch.nested.nested_tensor_from_jagged(inputs(5), torch.tensor([0, 2, 5]))),
 }
 ROUNDS = {
@@ -230,7 +220,7 @@ def test_sound_modules_are_equal(compiled, name):
 
 
 def test_dropout_is_not_compared_in_training_and_compared_in_inference(compiled):
-    module = compiled(with_dropout())
+    module = compiled(dropout())
     x = inputs()
     train_step(module, x)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_callbacks import _torch, compile_phases, report_of, restore
 from tests.compile.test_saved_inputs import ReadsAndWrites
 from tests.support.models import FEATURES
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 NO_PUBLIC_FUNCTION = "look in the release notes for a public function"
 PARAMETERS = {

@@ -25,7 +25,6 @@ from compile_callbacks import (
     compile_phases,
     export,
     report_of,
-    restore,
 )
 from tests.support.fsdp_ranks import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device, shard_blocks
 from tests.support.models import FLOAT32
@@ -145,14 +144,13 @@ class Stack(LightningModule):
         (["net.head", "net.layers.1.inner"], ["net.head", "net.layers.1.inner"]),
     ],
 )
-def test_targets_of_a_sharded_module_are_its_innermost_parts(mesh, names, found):
-    root = compile_phases(Stack(mesh), targets=names, verify="off")
+def test_targets_of_a_sharded_module_are_its_innermost_parts(mesh, names, found, compiled):
+    root = compiled(Stack(mesh), targets=names, verify="off")
     root(data().tensors[0]).sum().backward()
     assert sorted(report_of(root).train.targets) == found
-    restore(root)
 
 
-def test_a_replaced_forward_of_a_sharded_part_runs(mesh):
+def test_a_replaced_forward_of_a_sharded_part_runs(mesh, compiled):
     net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(3)))
     original = net[1].forward
     net[1].forward = lambda x: 2 * original(x)
@@ -161,13 +159,12 @@ def test_a_replaced_forward_of_a_sharded_part_runs(mesh):
     for part in (*net, net):
         fully_shard(part, mesh=mesh)
     with pytest.warns(CompileWarning, match="target '1' is not compiled: its forward is an attribute"):
-        compile_phases(net)
+        compiled(net)
     torch.testing.assert_close(net(x), expected)
     assert "1" not in report_of(net).train.targets
-    restore(net)
 
 
-def test_sharded_blocks_that_differ_have_separate_graphs(mesh):
+def test_sharded_blocks_that_differ_have_separate_graphs(mesh, compiled):
     """Dynamo may drop guards on modules of FSDP. A number that differs and a frozen weight need separate graphs."""
 
     def built():
@@ -180,7 +177,7 @@ def test_sharded_blocks_that_differ_have_separate_graphs(mesh):
     x, losses, gradients = data().tensors[0], [], []
     for net in (built(), built()):
         if losses:
-            compile_phases(net, infer_mode=None, verify="off")
+            compiled(net, infer_mode=None, verify="off")
         losses.append(net(x).square().mean())
         losses[-1].backward()
         gradients.append([None if p.grad is None else p.grad.full_tensor() for p in net.parameters()])
@@ -190,7 +187,6 @@ def test_sharded_blocks_that_differ_have_separate_graphs(mesh):
     report = report_of(net).train
     assert report.graphs == BLOCKS
     assert report.targets == (f"layers.* ({BLOCKS} blocks, {BLOCKS} graphs)",)
-    restore(net)
 
 
 def test_settings_that_need_all_weights_in_one_process_are_refused(mesh):

@@ -12,7 +12,7 @@ from torch import nn
 from compile_callbacks import CompileWarning, compile_phases, report_of, restore
 from compile_callbacks.graphs import accuracy
 from tests.support.models import FEATURES, Cosines, mlp
-from tests.support.wrong_passes import WrongForward
+from tests.support.passes import WrongForward
 
 pytestmark = pytest.mark.gpu
 
@@ -47,10 +47,10 @@ def test_with_cuda_graphs_all_results_are_compared_before_torch_records():
     assert recordings_and_memory("raise") == unverified
 
 
-def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_call_already():
+def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_call_already(compiled):
     eager, x = plain(), torch.randn(8, FEATURES, device="cuda")
     module = copy.deepcopy(eager)
-    compile_phases(module, train_mode="reduce-overhead", passes=[WrongForward("train")], verify="eager")
+    compiled(module, train_mode="reduce-overhead", passes=[WrongForward("train")], verify="eager")
     with pytest.warns(CompileWarning, match="output 0 has a relative error"):
         output = module(x)
     output.sum().backward()
@@ -58,10 +58,9 @@ def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_ca
     expected.sum().backward()
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
-    restore(module)
 
 
-def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outputs_and_one_of_the_gradients():
+def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outputs_and_one_of_the_gradients(compiled):
     layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     net, x = nn.Sequential(*layers).cuda(), torch.randn(4096, 1024, device="cuda")
 
@@ -72,17 +71,16 @@ def test_a_comparison_takes_no_more_memory_than_an_eager_step_a_copy_of_the_outp
         return torch.cuda.max_memory_allocated() - before
 
     eager = peak(lambda: torch.autograd.grad(net(x).sum(), list(net.parameters())))
-    compile_phases(net, verify="raise")
+    compiled(net, verify="raise")
     compared = peak(lambda: net(x))
     gradients = sum(weight.nbytes for weight in net.parameters())
     assert compared <= eager + x.nbytes + gradients + accuracy.COMPARISON_BYTES
     assert report_of(net).train.verified == "equal 1"
-    restore(net)
 
 
-def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_of_memory():
+def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_of_memory(compiled):
     rows, width = 2**14, 1024
-    net, x = compile_phases(Cosines(width).cuda(), verify="raise"), torch.randn(rows, FEATURES, device="cuda")
+    net, x = compiled(Cosines(width).cuda(), verify="raise"), torch.randn(rows, FEATURES, device="cuda")
     torch.cuda.empty_cache()
     total, out_of_memory = torch.cuda.get_device_properties().total_memory, torch.cuda.memory_stats()["num_ooms"]
     room_for_values = 12 * rows * width * 4
@@ -93,7 +91,6 @@ def test_a_comparison_that_does_not_fit_is_skipped_before_the_process_runs_out_o
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert report_of(net).train.verified == "not compared 1 (no memory)"
     assert torch.cuda.memory_stats()["num_ooms"] == out_of_memory
-    restore(net)
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from compile_callbacks import InductorCompile
 from compile_callbacks.testing import assert_same_training
 from tests.cases.zoo import PythonState
 from tests.support.models import Classifier, Manual, Wrapper, loader, mlp
-from tests.support.wrong_passes import WrongForward
+from tests.support.passes import WrongForward
 
 pytestmark = [
     pytest.mark.all_versions,

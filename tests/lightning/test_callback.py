@@ -15,8 +15,8 @@ from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases.case import Case, check, net
 from tests.cases.zoo import Calls, Critic, TwoParts, convolutions
 from tests.support.models import Classifier, fit, loader, mlp, seeded, trainer
+from tests.support.passes import Uncached
 from tests.support.step_times import Times
-from tests.support.uncached import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 

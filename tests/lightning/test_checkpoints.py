@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases.case import attributes
 from tests.support.models import FLOAT32, Classifier, assert_fits_as_eager, fit, loader, mlp, seeded, trainer
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 pytestmark = [pytest.mark.all_versions, pytest.mark.usefixtures("no_codegen")]
 

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from compile_callbacks import CompileWarning, InductorCompile
-from tests.support.models import FEATURES, Classifier, LoggerIn, fit, loader, trainer
-from tests.support.wrong_passes import WrongForward
+from tests.support.models import FEATURES, Classifier, RecordingLogger, fit, loader, trainer
+from tests.support.passes import WrongForward
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -55,9 +55,9 @@ class Validates(pl.Callback):
 def test_a_nested_validation_ends_the_compiled_part_of_a_fit(hook, tmp_path):
     passes, module = [WrongForward("train"), WrongForward("infer")], Tells()
     ours = InductorCompile(targets=["net"], passes=passes, baseline_steps=0, verify="off")
-    inner = Validates(hook, ours, logger=LoggerIn(tmp_path / "inner"))
+    inner = Validates(hook, ours, logger=RecordingLogger(tmp_path / "inner"))
     module.in_step = inner if hook == "in_step" else None
-    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": LoggerIn(tmp_path / "outer")}
+    settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "logger": RecordingLogger(tmp_path / "outer")}
     with pytest.warns(CompileWarning, match="CC106"):
         fit(ours, inner, make=lambda: module, train=3, validation=1, **settings)
     assert "_compiled_call_impl" not in vars(module.net)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile, compile_phases, report_of, restore
-from tests.cases.zoo import Calls
+from compile_callbacks import CompileWarning, InductorCompile, report_of
+from tests.cases.zoo import Calls, breaks
 from tests.support.models import Classifier, batches_of, fit, mlp
-from tests.support.uncached import Slow
+from tests.support.passes import Slow
 
 NET = "compiling 'net' for the train phase"
 
@@ -62,20 +62,13 @@ CHANGES = [
 @pytest.mark.all_versions
 @pytest.mark.usefixtures("recompiles_at_once", "captured_graph")
 @pytest.mark.parametrize(("change", "said"), CHANGES)
-def test_the_reason_of_a_recompile_in_words_and_the_advice(change, said):
-    net, x = compile_phases(Changing(), {"dynamic": False}, verify="off"), torch.ones(6, 8)
+def test_the_reason_of_a_recompile_in_words_and_the_advice(change, said, compiled):
+    net, x = compiled(Changing(), {"dynamic": False}, verify="off"), torch.ones(6, 8)
     net(x, scale=2)
     change(net, x)
     (event,) = [event for event in report_of(net).train.diagnostics.events if event["kind"] == "recompile"]
     assert event["reason"] == said.partition(";")[0]
     assert event.get("fix") == (said.partition("; ")[2] or None)
-    restore(net)
-
-
-def breaks_first(net, x):
-    x = x.sin()
-    torch._dynamo.graph_break()
-    return net(x)
 
 
 @pytest.mark.all_versions
@@ -90,11 +83,15 @@ def test_events_are_lines_with_their_cause_and_what_avoids_it(logged, monkeypatc
     assert lines[-1].endswith(" (further events: report.train.diagnostics.events)")
     events = callback.report.train.diagnostics.events
     assert [event["step"] for event in events if event["kind"] == "recompile"] == [3, 4, 5, 6, 7]
-    breaks = InductorCompile("default", None, **settings)
-    fit(breaks, make=lambda: Classifier(Calls(mlp(), breaks_first)), train=2, validation=None)
+    fit(
+        InductorCompile("default", None, **settings),
+        make=lambda: Classifier(Calls(mlp(), breaks)),
+        train=2,
+        validation=None,
+    )
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", mock.Mock(side_effect=ValueError("no\ncompiler")))
     with pytest.warns(CompileWarning, match="CC301"):
         fit(InductorCompile("default", None, **settings), train=2, validation=None)
     fallback = "'net' (train) falls back to eager: ValueError: no compiler"
-    for begin in ("graph break in 'net' (train) at test_progress.py:", fallback):
+    for begin in ("graph break in 'net' (train) at zoo.py:", fallback):
         assert len([line for line in logged() if line.startswith(begin)]) == 1, logged()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from compile_callbacks import CompileWarning, InductorCompile, Tune
 from compile_callbacks.profiling.comparison import compare
 from tests.support.models import Classifier, batches_of, seeded, trainer
-from tests.support.step_times import OnGpu, Times, captured_graphs
+from tests.support.step_times import OnDevice, Times, captured_graphs
 
 BASELINE = 12  # steps: two to warm up, and ten samples
 
@@ -194,22 +194,6 @@ def test_auto_remembers_the_winner_also_with_sharded_weights(auto_on_gpu):
 # ------------------------------------------------------------------------------------------ measurements
 
 
-class OnDevice(Classifier):
-    """A module that says it is on an accelerator, and calls a function with the number of each step."""
-
-    def __init__(self, device, in_step):
-        super().__init__()
-        weight = type("OnDevice", (OnGpu,), {"device": torch.device(device, 0)})
-        self._parameters["on_device"], self.in_step = weight(torch.zeros(1)), in_step
-
-    def training_step(self, batch, batch_idx):
-        self.in_step(batch_idx)
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), 0.1)
-
-
 @pytest.fixture
 def _a_gpu(monkeypatch):
     for name in ("get_device_name", "get_device_capability"):
@@ -224,7 +208,7 @@ def test_a_peak_is_measured_only_if_a_step_raises_it(last, peak, monkeypatch):
     allocate = lambda step: allocated.append(max(allocated[-1], needed.get(step, 0)))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocated[-1] * 2**20)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
-    report, _ = timed({"eager": 5, None: 5}, *[4] * 16, make=lambda: OnDevice("cuda", allocate))
+    report, _ = timed({"eager": 5, None: 5}, *[4] * 16, make=lambda: OnDevice("cuda", in_step=allocate))
     details = report.train.diagnostics
     assert (details.eager_peak_memory_mib, details.peak_memory_mib) == (938, peak)
 
@@ -252,7 +236,7 @@ def test_a_step_is_timed_by_the_device_without_a_synchronization(device, monkeyp
     callback = InductorCompile("default", None, verify="off", targets="net")
     with pytest.MonkeyPatch.context() as patch, captured_graphs(Times(patch)):
         patch.undo()  # the real clock
-        trainer(callback).fit(OnDevice(device, queue), batches_of(*[4] * 20))
+        trainer(callback).fit(OnDevice(device, in_step=queue), batches_of(*[4] * 20))
     assert stream.before == 0
     assert callback.report.train.compiled_step_ms == 4.0
 

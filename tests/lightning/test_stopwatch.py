@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import InductorCompile
 from tests.support.models import Classifier, loader, trainer
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 FEATURES, STEPS = 8, 120
 ALLOWED = {"compile": 0.1, "eager": 0.05, "compiled": 0.05}

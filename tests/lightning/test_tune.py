@@ -25,9 +25,8 @@ from tests.support.models import (
     seeded,
     trainer,
 )
-from tests.support.step_times import OnGpu, Times, captured_graphs, noisy
-from tests.support.uncached import Uncached
-from tests.support.wrong_passes import Doubling
+from tests.support.passes import Doubling, Uncached
+from tests.support.step_times import OnDevice, Times, captured_graphs, noisy
 
 BLOCK = 14  # the steps of a block
 CONFIGS = [InductorConfig(options=options) for options in ({}, {"epilogue_fusion": False}, {"max_fusion_size": 1})]
@@ -45,16 +44,6 @@ AT_ONCE = pytest.mark.usefixtures("recompiles_at_once")
 def blocks(*milliseconds):
     """The times of steps in blocks of equal steps; the last block repeats."""
     return [ms for ms in milliseconds for _ in range(BLOCK)]
-
-
-class Net(Classifier):
-    def __init__(self, gpu=False, net=nn.Linear):
-        super().__init__(net(8, 3))
-        if gpu:
-            self._parameters["on_gpu"] = OnGpu(torch.zeros(1))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
 class Tuned:
@@ -77,7 +66,8 @@ class Tuned:
             data = batches_of(*itertools.islice(itertools.cycle(sizes), steps))
             hook = LambdaCallback(on_train_batch_start=lambda _, module, __, number: before and before(module, number))
             with captured_graphs(self.times, **compiles):
-                trainer(ours, hook, max_steps=steps).fit(Net(gpu, net), data)
+                module = OnDevice("cuda", net(8, 3)) if gpu else Classifier(net(8, 3))
+                trainer(ours, hook, max_steps=steps).fit(module, data)
         self.report, self.mode = str(ours.report), ours.report.train.mode
         self.trials = {trial["candidate"]: trial for trial in ours.report.train.diagnostics.trials}
         self.verdicts = {name: trial["verdict"] for name, trial in self.trials.items()}

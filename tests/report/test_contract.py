@@ -15,10 +15,9 @@ from torch import nn
 from compile_callbacks import InductorCompile
 from tests.cases.zoo import Calls
 from tests.report.conftest import FILE, STEP_MS, Two
-from tests.support.models import LoggerIn, batches_of, fit, mlp
+from tests.support.models import RecordingLogger, batches_of, fit, mlp
+from tests.support.passes import Uncached, WrongForward
 from tests.support.step_times import Times
-from tests.support.uncached import Uncached
-from tests.support.wrong_passes import WrongForward
 
 pytestmark = [
     pytest.mark.usefixtures("no_codegen"),
@@ -81,7 +80,7 @@ REGRESSIONS = {
 def run(folder, *, make=Two, train=20, **arguments):
     """Train, and return the record."""
     callback = InductorCompile(**{"train_mode": "default", "baseline_steps": 5, **arguments})
-    settings = {"num_sanity_val_steps": 0, "logger": LoggerIn(folder)}
+    settings = {"num_sanity_val_steps": 0, "logger": RecordingLogger(folder)}
     fit(callback, make=make, train=train, validation=None if "infer_mode" in arguments else 12, **settings)
     return json.loads((folder / FILE).read_text())[-1]
 

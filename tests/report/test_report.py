@@ -13,8 +13,9 @@ import pytest
 from lightning.pytorch.loggers import Logger
 
 from compile_callbacks import CompileReport, CompileWarning, InductorCompile, PhaseReport
+from tests.cases.zoo import Calls
 from tests.report.conftest import FILE
-from tests.support.models import Classifier, LoggerIn, RecordingLogger, Wrapper, fit
+from tests.support.models import Classifier, RecordingLogger, fit, mlp
 from tests.support.step_times import Times
 
 pytestmark = [
@@ -27,16 +28,12 @@ def report_of(**train):
     return CompileReport.from_dict({"train": {"mode": "default", **train}})
 
 
-def through_json(report):
-    return CompileReport.from_dict(json.loads(json.dumps(report.to_dict())))
-
-
 def test_never_and_nothing_survive_json_and_missing_and_unknown_fields_are_left_out():
     report = report_of(break_even_steps="never")
     assert report.train.break_even_steps == math.inf
     assert report.to_dict()["train"]["break_even_steps"] == "never"
     assert report.to_dict()["infer"]["speedup"] is None
-    assert through_json(report) == report
+    assert CompileReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     assert "never" in str(report)
     whole = report_of(compile_seconds=2.5, graphs=1, targets=["net"])
     data = json.loads(json.dumps(whole.to_dict()))
@@ -59,18 +56,15 @@ def test_a_report_is_text_whose_long_cells_wrap_without_loss_in_any_environment(
         assert str(report) == text, name
 
 
-class Switched(Wrapper):
-    early = True
-
-    def forward(self, x):
-        return super().forward(x) if self.early else super().forward(-x)
-
-
 class Rescaled(Classifier):
     """Torch recompiles in the 20th step, with the same workload, because of an attribute."""
 
+    def __init__(self):
+        super().__init__(Calls(mlp(), lambda net, x: net(x) if net.early else net(-x)))
+        self.net.net.early = True
+
     def on_train_batch_start(self, batch, batch_idx):
-        self.net.early = batch_idx < 19
+        self.net.net.early = batch_idx < 19
 
 
 @pytest.mark.all_versions
@@ -83,7 +77,7 @@ def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_
     Times(monkeypatch, train=lambda variant, workload: next(ms[variant]), infer={"eager": 10, None: 9})
     callback = InductorCompile(baseline_steps=5)
     with pytest.warns(CompileWarning, match=r"compiled train steps are slower.*train_mode='eager'"):
-        fit(callback, make=lambda: Rescaled(Switched()), train=31, validation=18)
+        fit(callback, make=Rescaled, train=31, validation=18)
     found = callback.report.to_dict()["train"]
     samples = found["diagnostics"]["eager_samples"], found["diagnostics"]["compiled_samples"]
     assert (samples, found["recompiles"]) == ((5, 18), 1)
@@ -150,9 +144,13 @@ def run(logger, *, make=Classifier, train_mode="default", **settings):
 @pytest.mark.parametrize(
     ("logger", "make", "path"),
     [
-        (lambda base: [RecordingLogger(), LoggerIn(base / "work")], Interrupted, FILE),  # the first has no folder
-        (LoggerIn, Interrupted, f"BASE/{FILE}"),
-        (lambda base: LoggerIn("memory://runs/digits"), Classifier, f"memory://runs/digits/{FILE}"),
+        (
+            lambda base: [RecordingLogger(), RecordingLogger(base / "work")],
+            Interrupted,
+            FILE,
+        ),  # the first has no folder
+        (RecordingLogger, Interrupted, f"BASE/{FILE}"),
+        (lambda base: RecordingLogger("memory://runs/digits"), Classifier, f"memory://runs/digits/{FILE}"),
     ],
     ids=["inside", "outside", "url"],
 )
@@ -172,8 +170,8 @@ def test_no_file_is_written_without_a_folder_of_a_logger(tmp_path, monkeypatch, 
     for logger, settings in (
         (False, {}),
         (RecordingLogger(), {}),
-        (LoggerIn("logs"), {"fast_dev_run": 2}),
-        (LoggerIn("logs"), {"train_mode": None}),
+        (RecordingLogger("logs"), {"fast_dev_run": 2}),
+        (RecordingLogger("logs"), {"train_mode": None}),
         (mock.MagicMock(Logger), {}),  # its folders are mocks
     ):
         run(logger, default_root_dir=tmp_path, **settings)
@@ -185,7 +183,7 @@ def test_a_damaged_file_is_replaced_and_a_folder_that_cannot_be_written_costs_a_
     for content in (b"", b"{}", b"[" * 100_000):
         (tmp_path / FILE).write_bytes(content)
         with pytest.warns(CompileWarning, match="is damaged and will be replaced"):
-            run(LoggerIn(tmp_path))
+            run(RecordingLogger(tmp_path))
         assert len(json.loads((tmp_path / FILE).read_text())) == 1
     with pytest.warns(CompileWarning, match=f"the compile report was not written to .*{FILE}/logs"):
-        assert len(run(LoggerIn(tmp_path / FILE / "logs")).losses) == 2
+        assert len(run(RecordingLogger(tmp_path / FILE / "logs")).losses) == 2

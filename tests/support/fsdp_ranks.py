@@ -26,7 +26,7 @@ from compile_callbacks import InductorCompile, compile_phases, report_of, restor
 from tests.support.models import CLASSES, FEATURES, Classifier, trainer
 from tests.support.models import loader as batches
 from tests.support.pairs import ACCELERATOR, BACKEND, DEVICE, join, run_cases
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 WIDTH, BLOCKS, SAMPLES, BATCH = FEATURES, 3, 24, 6  # BATCH: of all devices together

@@ -102,13 +102,15 @@ def batches_of(*sizes: int) -> DataLoader:
 
 
 class RecordingLogger(Logger):
-    """Keeps the metrics and the step of each call."""
+    """Keeps the metrics and the step of each call, may have a folder, and writes nothing into it."""
 
+    log_dir: Any = None
     name: Any = "recording"
     version: Any = 0
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Any = None) -> None:
         super().__init__()
+        self.log_dir = folder
         self.calls: list[tuple[dict[str, float], int]] = []
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -116,16 +118,6 @@ class RecordingLogger(Logger):
 
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
         self.calls.append((metrics, step))
-
-
-class LoggerIn(RecordingLogger):
-    """Has a folder, and writes nothing into it."""
-
-    log_dir: Any = None
-
-    def __init__(self, folder: Any) -> None:
-        super().__init__()
-        self.log_dir = folder
 
 
 def run_folder() -> str:

@@ -20,9 +20,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from compile_callbacks import InductorCompile, Tune
-from tests.support.models import CLASSES, FEATURES, Classifier, LoggerIn, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, loader, seeded, trainer
 from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
-from tests.support.uncached import Uncached
+from tests.support.passes import Uncached
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -89,7 +89,7 @@ class Wide(Classifier):
 
 
 def plain() -> dict[str, Any]:
-    return both(ours=InductorCompile(baseline_steps=2), max_epochs=2, logger=LoggerIn(FOLDER))
+    return both(ours=InductorCompile(baseline_steps=2), max_epochs=2, logger=RecordingLogger(FOLDER))
 
 
 def find_unused_parameters() -> dict[str, Any]:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.models import Classifier
+
 CLOCK = "compile_callbacks.profiling.clock"
 """The only part of the library that tests replace."""
 
@@ -55,10 +57,23 @@ class Times:
         return ms(number) if callable(ms) else ms
 
 
-class OnGpu(nn.Parameter):
-    """A weight that says it is on a GPU, so that a machine without one decides as with one."""
+class OnDevice(Classifier):
+    """Says that it is on an accelerator, so that a machine without one decides as with one.
 
-    device = torch.device("cuda", 0)
+    Calls a function with the number of each step.
+    """
+
+    def __init__(self, device: str, net: Any = None, in_step: Callable[[int], Any] = lambda step: None) -> None:
+        super().__init__(net)
+        weight = type("OnDevice", (nn.Parameter,), {"device": torch.device(device, 0)})
+        self._parameters["on_device"], self.in_step = weight(torch.zeros(1)), in_step
+
+    def training_step(self, batch, batch_idx):
+        self.in_step(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), 0.1)
 
 
 def noisy(ms: float, noise: float = 0.02, *, seed: int = 0, spikes: float = 0.0) -> Callable[[int], float]:

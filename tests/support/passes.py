@@ -1,12 +1,33 @@
-"""Graph passes that change what a graph computes, and keep torch's cache out of a test."""
+"""Passes that keep torch's cache out of a test. Some change what a graph computes."""
 
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 
-from tests.support.uncached import Uncached
+from compile_callbacks import GraphPass
+
+
+class Uncached(GraphPass):
+    """Changes nothing; has torch leave its cache alone, so that every compile is a real one."""
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        pass
+
+    def uuid(self) -> None:
+        return None
+
+
+class Slow(Uncached):
+    """Takes this time for each graph."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+        time.sleep(self.seconds)
 
 
 class WrongForward(Uncached):
