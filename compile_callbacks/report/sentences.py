@@ -86,6 +86,8 @@ def _why_no_verdict(report: PhaseReport) -> str:
         return "no candidate is chosen yet: the phase ran too few steps"
     if not_requested := _event(report, "not_requested"):
         return f"not compiled: {not_requested['reason']}"
+    if (report.verified or "").startswith("differs"):
+        return f"the comparison with eager ended the run: {report.verified}"
     has_baseline = report.mode != EAGER and report.eager_step_ms is not None
     return "not compiled yet: only eager baseline steps have run" if has_baseline else ""
 
@@ -112,8 +114,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
     """Return whether the phase has each problem, and the advice about it, the most important first."""
     verdict, details = report.verdict, report.diagnostics
     failed, recompile, broken = (_event(report, kind) or {} for kind in ("fallback", "recompile", "graph_break"))
-    code = _why_uncompiled(report)[1] if verdict == "not compiled" else ""
-    times = "once" if report.recompiles == 1 else f"{report.recompiles} times"
+    code, fix = _why_uncompiled(report)[1] if verdict == "not compiled" else "", recompile.get("fix")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
     baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""
@@ -123,7 +124,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
         ((report.verified or "").startswith("differs"), f"find out why {phase} differs from eager: {_EXPLAIN} CC302"),
         (code, f"read why {phase} is not compiled: {_EXPLAIN} {code}"),
         (failed, f"read why a part of {phase} runs eagerly: {_EXPLAIN} {failed.get('code', 'CC301')}"),
-        (recompile.get("fix"), f"{phase} recompiled {times} ({recompile.get('reason')}): {recompile.get('fix')}"),
+        (fix, f"{phase} has {_count(report.recompiles, 'recompile')} ({recompile.get('reason')}): {fix}"),
         (again, f"measure {phase} again while no other program uses the machine"),
         (verdict == "slower", f"{phase}_mode={EAGER!r} leaves the phase eager"),
         (broken, f"{phase} has {_count(report.graph_breaks, 'graph break')}{where}: {broken.get('why')}"),
@@ -165,8 +166,7 @@ def _why_uncompiled(report: PhaseReport) -> tuple[str, str]:
             code = "CC101" if kind == "graph_break" else event.get("code", "CC301")
             return f"{event['target']!r} {what}, because {event['why']}", code
     if report.compile_seconds is None:
-        names = ", ".join(map(repr, report.targets))
-        return f"the steps call no target ({names})" if names else "the steps call no target", "CC102"
+        return "the steps call no target", "CC102"
     waited, calls = report.diagnostics.waiting_steps, report.diagnostics.eager_calls
     if calls and not waited:
         target = max(calls, key=calls.__getitem__)

@@ -99,6 +99,9 @@ SENTENCES = [
     # A phase with only baseline steps.
     ({"mode": "default", "eager_step_ms": 3.0}, "not compiled yet: only eager baseline steps have run", None),
     ({"mode": "default"}, None, None),
+    # A comparison that ended the run.
+    ({"mode": "default", "verified": "differs 1", "eager_step_ms": 3.0, "graphs": 1},
+     "the comparison with eager ended the run: differs 1", "find out why train differs from eager…"),
     ({"mode": "eager", "eager_step_ms": 3.0}, None, None),
 ]  # fmt: skip
 
