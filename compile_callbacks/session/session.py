@@ -238,7 +238,7 @@ class Session:
             called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
             trials = run.trials.values() if isinstance(run.settings, Tune) and run.times.number else ()
             settings = run.chosen.config or run.settings
-            targets = [t for t in self._switch.targets if not self._search.searched or t.name in called]
+            targets = [target for target in self._switch.targets if target.name in called]
             facts[phase] = PhaseFacts(
                 phase=phase,
                 mode=settings.describe() if settings else EAGER,

@@ -71,6 +71,7 @@ CASES = [
     row("glob", zoo.layers, names("list.net.[0124]", **TRAIN), finds(SEVERAL[:1], 2) | {"train.recompiles": 1}),
     row("marked blocks", net(zoo.marked_blocks), TRAIN, finds("net")),
     row("later stage", PREDICTS_PART, {"train_mode": None}, {"infer.targets": ["net", "net.0"], "infer.graphs": 2}),
+    row("never called", PREDICTS_PART, names("net", "net.0", **TRAIN), finds("net"), "CC102", says="'net.0' was never"),
     row("shallow copy", zoo.logits(zoo.adapt), BASELINE, finds("net.0,net.1")),
     row("two matches", Classifier, names("net.[03]", **TRAIN), finds("net.0,net.3")),
     row("methods of the root", Classifier, names("logits", "forward"), {}),
