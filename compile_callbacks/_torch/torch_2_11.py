@@ -38,8 +38,7 @@ def trace_settings(*, frozen: bool) -> dict[str, bool]:
 
     Workaround (torch<2.12; pytorch#139476, pytorch#163064): with the first shortcut, torch does not notice a new
     ``requires_grad``, a new dtype set through ``.data``, and a buffer that is an input and changes in the call. With
-    the second one, it does not notice the first parameter of a module. docs/reference/limits.md has the cost of all
-    guards.
+    the second one, it does not notice the first parameter of a module.
     """
     shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
     return dict.fromkeys(shortcuts, False) if IS_2_11 and not frozen else {}

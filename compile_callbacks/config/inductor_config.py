@@ -41,8 +41,8 @@ class InductorConfig(Settings):
         freezing: Whether Inductor freezes weights into the code while they are constant, in ``trainer.validate``,
             ``test`` and ``predict``. If ``None``, ``options`` and ``template`` decide.
         fullgraph: Whether a graph break counts as a compiler failure.
-        dynamic: ``True`` compiles for dynamic shapes from the start. ``False`` recompiles for each shape. ``None``
-            compiles for dynamic shapes after the first change of a shape.
+        dynamic: ``True`` compiles for dynamic shapes from the start. ``False`` compiles a graph for each shape.
+            ``None`` makes dimensions dynamic that vary in the first steps, or in calls that no graph fits.
         activation_memory_budget: The share of activations that torch saves for the backward pass, from 0 to 1. 1.0
             saves all activations that the backward pass needs. 0.0 recomputes as many activations as possible, as
             activation checkpointing does. In between, torch recomputes the cheapest operators. torch only estimates

@@ -56,7 +56,7 @@ def compare(
 
     A window contains the times of steps that ran after each other, and the eager baseline is one window. The interval
     has the confidence ``level``, and contains three intervals: for noise of single steps, for disturbances that last
-    for many steps, and for drift. docs/reference/measuring.md describes them.
+    for many steps, and for drift. The page "How times are measured" describes them.
 
     Example::
 

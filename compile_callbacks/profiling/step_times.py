@@ -138,7 +138,7 @@ class _Record:
 
 
 class PhaseTimes:
-    """Times the steps of a phase, and keeps the samples, as docs/reference/measuring.md describes.
+    """Times the steps of a phase, and keeps the samples, as the page "How times are measured" describes.
 
     On a GPU, CUDA events measure the steps, and are read after the GPU has passed them, so that nothing synchronizes
     training.
