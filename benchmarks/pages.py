@@ -116,9 +116,8 @@ steps of a small network, while other processes keep all cores busy.""",
     ),
     "verification": Table(
         "verification", verification.show, "Wrong gradients that verification calls equal",
-        """The gradients are random, and each column has a precision. One way makes all gradients of a row wrong.
-Eager's result and the compiled one are within one rounding of the truth. The table shows the share of the gradients
-that are called equal.""",
+        """The gradients are random, and wrong in the way of the row. Eager's result and the compiled one are within one
+rounding of the truth. The table shows the share of the gradients that are called equal, for each precision.""",
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
