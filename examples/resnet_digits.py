@@ -135,8 +135,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     modes = "a torch.compile mode, 'auto' to have it measured, or 'eager' for not compiled"
     add = parser.add_argument
-    add("--train-mode", default="default", help=f"settings for training: {modes}")
-    add("--infer-mode", default="default", help=f"settings for validation, test and predict: {modes}")
+    add("--train-mode", default="fast", help=f"settings for training: {modes}")
+    add("--infer-mode", default="fast", help=f"settings for validation, test and predict: {modes}")
     add("--max-epochs", type=int, default=30, help="epochs to train")
     add("--batch-size", type=int, default=128, help="images in a batch, in every stage")
     add("--accelerator", default="auto", help="Lightning's accelerator: auto, cpu, gpu, ...")
