@@ -81,7 +81,7 @@ def add_pacing(parser: ArgumentParser) -> None:
     add("--blocks", type=int, default=10, help="number of blocks that these steps are divided into")
     add("--block-seconds", type=float, default=0.1, help="shortest duration of a block")
     add("--prepare-steps", type=int, default=10, help="steps of each way before the timed ones")
-    help_text = "time that each way runs before its first block; the callback times most of its first 600 steps itself"
+    help_text = "time that each way runs before its first block; the callback times half of its first 600 steps itself"
     add("--warm-up-seconds", type=float, default=0.0, help=help_text)
     add("--patience", type=float, default=300.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
 

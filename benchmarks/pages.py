@@ -82,7 +82,7 @@ backward pass and fused optimizer.""",
         """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
 of the compiled code. A step of `trainer.predict` includes the work of Lightning and of the callback for each batch. If
 the CPU is the limit, equal ways vary. Before the first block, each way runs for two seconds, because the callback times
-most of its first 600 steps, which takes CPU time.""",
+half of its first 600 steps, which takes CPU time.""",
     ),
     "ordinary": Table(
         "ordinary_*", ordinary.show, "Six ordinary models",

@@ -105,9 +105,10 @@ class StepTimes(NamedTuple):
 class _Record:
     """The steps of one kind with one loader. The timed steps are in windows that are spread evenly over the run.
 
-    A window contains steps that run after each other, like the eager baseline. With `MAX_WINDOWS` windows, the record
-    drops every second window, and doubles the distance of further windows. This distance is odd, because with gradient
-    accumulation every second or fourth step differs from the others, and windows must not always begin with the same.
+    A window contains steps that run after each other, like the eager baseline, and as many untimed steps follow it.
+    With `MAX_WINDOWS` windows, the record drops every second window, and doubles the distance of further windows. In
+    steps, this distance is odd, because with gradient accumulation every second or fourth step differs from the others,
+    and windows must not always begin with the same.
     """
 
     candidate: str | None = None
@@ -117,13 +118,13 @@ class _Record:
     steps: int = 0
     windows: list[list[Step]] = field(default_factory=lambda: [[]])
     untimed_left: int = 0  # the number of the next steps that need no timing
-    distance: int = 1  # of the begins of two windows, in windows
+    distance: int = 2  # of the begins of two windows, in windows
 
     def add(self, timed: Step) -> None:
         """Add a timed step."""
         self.windows[-1].append(timed)
         if len(self.windows[-1]) == WINDOW_STEPS:
-            self.untimed_left = (self.distance - 1) * WINDOW_STEPS + (self.distance > 1)
+            self.untimed_left = (self.distance - 1) * WINDOW_STEPS + 1
             if len(self.windows) == MAX_WINDOWS:
                 self.windows, self.distance = self.windows[::2], 2 * self.distance
             self.windows.append([])
