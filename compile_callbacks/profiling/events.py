@@ -114,7 +114,7 @@ class CompileEvent:
     @property
     def key(self) -> CompileKey:
         """The target, the phase and the candidate."""
-        return CompileKey(self.target, self.phase, candidate=self.candidate)
+        return CompileKey(self.target, self.phase, self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as JSON-ready data, without the attributes that have their default."""

@@ -228,8 +228,7 @@ class CompileRecorder:
         self._add(self._event(kind, key, **attributes))
 
     def _event(self, kind: EventKind, key: CompileKey, **attributes: Any) -> CompileEvent:
-        target, phase, candidate = key
-        return CompileEvent(kind=kind, target=target, phase=phase, candidate=candidate, step=self.step, **attributes)
+        return CompileEvent(kind=kind, step=self.step, **key._asdict(), **attributes)
 
     def _add(self, event: CompileEvent) -> None:
         self.events.append(event)

@@ -52,11 +52,10 @@ class Session:
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.module, self._warn = module, WarnOnce()
-        in_background = arguments.background and arguments.compiles
         requests = RequestQueue()
         settings = replace(arguments.target_settings, requests=requests)
         self._arguments = arguments = replace(arguments, target_settings=settings)
-        self._helper = Helper(requests, self._helper_failed) if in_background else None
+        self._helper = Helper(requests, self._helper_failed) if arguments.background and arguments.compiles else None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
         self._recorder = CompileRecorder(print_line=print_line, mode_arguments=arguments.mode_arguments)
         self._switch = PhaseSwitch(
@@ -127,6 +126,9 @@ class Session:
             run.conditions = run.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
         if keep_compiled and self._arguments.compiles:
             _torch.dynamo.validate_arguments(False)  # because guards of compiled code check this setting
+            for phase in [phase for phase, run in runs.items() if run.decision is None]:
+                message = f"keep_compiled leaves the {phase} phase eager, because its Tune has chosen no candidate yet"
+                self._warn.warn("CC204", message, about=(phase, "keep_compiled"))
 
     def discard(self) -> None:
         """End the run, and free the memory of compiled code."""
@@ -238,12 +240,11 @@ class Session:
             called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
             trials = run.trials.values() if isinstance(run.settings, Tune) and run.times.number else ()
             settings = run.chosen.config or run.settings
-            targets = [target for target in self._switch.targets if target.name in called]
             facts[phase] = PhaseFacts(
                 phase=phase,
                 mode=settings.describe() if settings else EAGER,
                 mode_reason=run.chosen.reason,
-                target_labels={target.name: target.label for target in targets},
+                target_labels={target.name: target.label for target in self._switch.targets if target.name in called},
                 recorder=self._recorder,
                 phase_times=run.times,
                 waits=requests.waits(phase, None),

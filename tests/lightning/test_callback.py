@@ -135,6 +135,8 @@ def test_a_setting_without_effect_is_warned_about_at_the_users_line():
         with pytest.warns(CompileWarning, match=f"{name} has no effect") as caught:
             InductorCompile(None, "eager", **{name: value})
         assert caught[0].filename == __file__
+    with pytest.warns(CompileWarning, match="keep_compiled leaves the train phase eager"):
+        fit(InductorCompile("auto", None, keep_compiled=True), train=4)
 
 
 def test_wrong_targets_and_a_second_callback_are_refused_before_the_run():
