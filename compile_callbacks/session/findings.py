@@ -87,7 +87,7 @@ def of_stage(run: PhaseRun, switch: PhaseSwitch, *, finds_targets: bool) -> Iter
 def slow_steps(phase: Phase, report: PhaseReport) -> Iterator[Finding]:
     """Find that the compiled steps are slower than eager steps, by the rule of the report's verdict and by 5%."""
     if report.verdict == "slower" and (report.speedup or 1.0) <= 0.95:
-        message = f"compiled {phase} steps are slower than eager steps: {describe_verdict(phase, report)}"
+        message = f"compiled {phase} steps are slower than eager steps so far: {describe_verdict(phase, report)}"
         yield Finding("CC501", message, phase)
 
 
