@@ -104,7 +104,7 @@ def _width(plain_width: int) -> int:
 
 def to_plain_text(phases: Mapping[Phase, PhaseReport], width: int = _UNLIMITED) -> str:
     """Render a report as plain text: the verdicts, the table, and the lines below the table."""
-    shown = {p: r for p, r in phases.items() if r.mode != EAGER or r.diagnostics.trials} or phases
+    shown = {p: r for p, r in phases.items() if r.mode != EAGER or r.graphs or r.diagnostics.trials} or phases
     lines = [*verdict_lines(phases), "", _table(("", *shown), _main_table(shown), width, numbers=True)]
     zeros = [name.replace("_", " ") for name in _ZEROS if not any(getattr(report, name) for report in shown.values())]
     if zeros and any(report.compile_seconds is not None for report in shown.values()):

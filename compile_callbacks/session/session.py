@@ -239,7 +239,7 @@ class Session:
                 run.times.synchronize()
             called, requests = self._switch.called_targets(phase), self._arguments.target_settings.requests
             trials = run.trials.values() if isinstance(run.settings, Tune) and run.times.number else ()
-            settings = run.chosen.config or run.settings
+            settings = run.chosen.config or (None if run.decision else run.settings)
             facts[phase] = PhaseFacts(
                 phase=phase,
                 mode=settings.describe() if settings else EAGER,

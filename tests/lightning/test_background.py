@@ -100,10 +100,11 @@ def test_slower_steps_go_back_to_eager_after_a_comparison(eager, compiled, ranks
     times = Times(monkeypatch, train={"eager": eager, "waiting": 2.0, None: compiled})
     begin = Contest.begin
     monkeypatch.setattr(Contest, "begin", lambda this, conditions: begin(this, conditions._replace(ranks=ranks)))
-    callback = InductorCompile("default", None, background=True)
+    callback, mode = InductorCompile("fast", background=True), "eager" if sent_back else "default"
     run(callback, lambda report: reasons(report.train, "sent_back") or compiled_steps(400)(report))
     train = callback.report.train
-    assert reasons(train, "sent_back") == sent_back
+    assert (reasons(train, "sent_back"), train.mode) == (sent_back, mode)
+    assert re.search(rf"^ *mode +{mode} +default$", str(callback.report), re.MULTILINE)
     assert ("runs eagerly again: " + "".join(sent_back) in str(callback.report)) == bool(sent_back)
     assert (times.counts["train", "eager"] > 12 + 30) == compared  # after the baseline
     assert train.diagnostics.waiting_steps > 0
