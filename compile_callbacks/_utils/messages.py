@@ -14,7 +14,7 @@ from compile_callbacks._utils.errors import with_code
 _MAX_CHOICES = 20  # more than the modes and templates; a longer list does not help the reader
 
 
-def check_choice(argument: str, value: object, choices: Sequence[str | None], hint: str = "") -> None:
+def check_choice(argument: str, value: object, choices: Sequence[str], hint: str = "") -> None:
     """Check that a value is one of the choices. ``hint`` ends the message about another value."""
     if value not in choices:
         raise ValueError(with_code("CC201", unknown(argument, value, choices) + hint))
@@ -28,10 +28,10 @@ def check_type(argument: str, value: object, kinds: type | tuple[type, ...], exp
         raise TypeError(with_code("CC202", message))
 
 
-def unknown(argument: str, value: object, choices: Iterable[str | None]) -> str:
+def unknown(argument: str, value: object, choices: Iterable[str]) -> str:
     """Return the message for a value that is not one of the choices, with similar names and a few of the choices."""
     names = list(choices)
-    near = difflib.get_close_matches(value, filter(None, names)) if isinstance(value, str) else []
+    near = difflib.get_close_matches(value, names) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else "."
     names = [*near, *(name for name in names if name not in near)]
     more = ", ..." if len(names) > _MAX_CHOICES else ""

@@ -18,8 +18,8 @@ VARIABLE = "COMPILE_CALLBACKS"
 
 
 def callbacks_from_environment() -> list[Callback]:
-    """Return the callback for the mode in the environment variable, or no callback if the variable is not set."""
-    if not (value := os.environ.get(VARIABLE, "")) or IS_HELPER in os.environ:
+    """Return the callback for the mode in the environment variable, or none if it is not set, empty or ``0``."""
+    if (value := os.environ.get(VARIABLE, "")) in ("", "0") or IS_HELPER in os.environ:
         return []
     from compile_callbacks.callbacks.inductor_compile import InductorCompile
     from compile_callbacks.tuning.tune import as_phase_config

@@ -264,7 +264,7 @@ Mode = str | InductorConfig | Mapping[str, Any] | None
 can. Otherwise, LightningCLI passes the mapping unchanged, and `as_config` says what is wrong in it."""
 
 
-def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGER,)) -> InductorConfig | None:
+def as_config(value: object, argument: str, also: tuple[str, ...] = (EAGER,)) -> InductorConfig | None:
     """Convert a mode to a config. Return ``None`` for ``None`` and ``"eager"``, which compile nothing."""
     if value is None or value == EAGER:
         return None
@@ -282,7 +282,7 @@ def as_config(value: object, argument: str, also: tuple[str | None, ...] = (EAGE
     return InductorConfig(mode=name)
 
 
-def _check_mode(mode: object, argument: str = "mode", also: tuple[str | None, ...] = ()) -> None:
+def _check_mode(mode: object, argument: str = "mode", also: tuple[str, ...] = ()) -> None:
     check_type(argument, mode, str, "the name of a mode, such as 'default'")
     hint = " `compile-callbacks modes` explains the modes and templates."
     check_choice(argument, mode, [*_torch.inductor.modes(), *also], hint)

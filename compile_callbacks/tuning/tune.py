@@ -91,4 +91,4 @@ def as_phase_config(value: object, argument: str) -> PhaseConfig:
     if isinstance(value, Mapping) and "candidates" in value:
         check_fields(argument, value, Tune)
         return Tune(**value)
-    return as_config(value, argument, also=(FAST, AUTO, EAGER, None))
+    return as_config(value, argument, also=(FAST, AUTO, EAGER))

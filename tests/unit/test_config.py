@@ -61,7 +61,7 @@ VALUES = [
     (InductorBackend, {"verify": "no"}, "verify='no'"),
     (InductorCompile, {"train_mode": "autoo"}, "train_mode='autoo' is unknown; did you mean 'auto'"),
     (InductorCompile, {"train_mode": {"candidates": ["default"], "step": 7}}, "field='step' .* did you mean 'steps'"),
-    (InductorCompile, {"train_mode": "none"}, "'none' is unknown. Choices: 'default'.*'auto', 'eager', None. `compile"),
+    (InductorCompile, {"train_mode": "none"}, "'none' is unknown. Choices: 'default'.*'auto', 'eager'. `compile"),
     (InductorCompile, {"targets": []}, "targets"),
     (InductorCompile, {"baseline_steps": -1}, "baseline_steps=-1"),
     (InductorCompile, {"verify": False}, "verify=False is unknown. Choices: 'off'"),
