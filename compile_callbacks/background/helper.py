@@ -29,14 +29,14 @@ LIMIT_SECONDS = 3600.0
 class Helper:
     """The helper process of a session.
 
-    The process starts with the first stage that compiles, and imports torch before the first request. It ends when no
-    graph waits, because it occupies memory of the GPU, and with the run. A later request starts another one. If the
-    process dies or hangs, the graphs stay eager, and none starts in this run.
+    The process starts before the first step that captures, and imports torch during the capture. It ends when no graph
+    waits, because it occupies memory of the GPU, and with the run. A later request starts another one. If the process
+    dies or hangs, the graphs stay eager, and none starts in this run.
     """
 
     def __init__(self, requests: RequestQueue, fails: Callable[[str, Collection[CompileKey]], None]) -> None:
         self._queue, self._fails = requests, fails
-        self._compilers = 0  # the number of processes that compile kernels; 0 before the first stage
+        self._compilers = 0  # the number of processes that compile kernels; 0 before the first start
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes]  # the file with its stderr
         self._outbox: queue.SimpleQueue[Any]  # the graphs to send; None ends the thread

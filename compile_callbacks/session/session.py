@@ -143,8 +143,6 @@ class Session:
         self._search.step_ends()
         self.stage, self._step = stage, None
         run = self._phases[stage.phase]
-        if self._helper is not None and not stage.eager and run.settings is not None:
-            self._helper.start(ranks=run.conditions.ranks)
         variant = EAGER_VARIANT if stage.eager else run.next()[0]
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
 
@@ -181,6 +179,8 @@ class Session:
         step.compiles, step.graphs_before = ran.compiles, ran.graphs
         recorder.step = run.times.number + 1
         if self._helper is not None:
+            if variant.config is not None:  # from the step on that captures, because a short run captures nothing
+                self._helper.start(ranks=run.conditions.ranks)
             self._helper.poll()
         run.times.begin(step, run.conditions.device)
         return step.timed_on is not None

@@ -115,7 +115,8 @@ def test_a_compile_that_the_run_cannot_repay_is_not_requested(steps, requests, b
     background_ms["eager"] = background_ms["waiting"] = 2000.0
     monkeypatch.setattr("compile_callbacks.session.phase_run.LEAST_SECONDS", 60.0)
     callback = InductorCompile("default", None, background=True)
-    run(callback, lambda report: report.train.diagnostics.waiting_steps, max_steps=steps, data=loader(40))
+    ends, data = lambda report: report.train.diagnostics.waiting_steps, loader(40)
+    run(callback, ends, max_steps=steps, data=data, starts_process=requests)
     train = callback.report.train.diagnostics
     assert (train.waiting_steps, len(reasons(callback.report.train, "not_requested"))) == (requests, not requests)
 

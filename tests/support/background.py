@@ -43,6 +43,7 @@ def run(
     when_waiting: Callable[[pl.Trainer], Any] | None = None,
     data: Any = None,
     ckpt_path: Any = None,
+    starts_process: bool = True,
     **settings: Any,
 ) -> Classifier:
     """Train until a condition of the report is true, and return the module. Afterwards, no helper process runs.
@@ -66,7 +67,7 @@ def run(
         fitting = trainer(callback, hook, **{"max_epochs": -1, **settings})
         fitting.fit(module, data or loader(), loader(2), ckpt_path=ckpt_path)
     finally:
-        assert started
+        assert bool(started) == starts_process
         assert not any(is_running(pid) for pid in started)
     return module
 
