@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,7 @@ def _claim(report: PhaseReport) -> str:
         doubt = "such a difference is a fault of the measurement, as when threads wait for each other"
     few = f" ({times}): {report.samples} of one kind, {MIN_SAMPLES} of each are needed"
     if not (eager_ms and compiled_ms):
-        missing = "compiled" if eager_ms else "eager"
-        few = f": no {missing} steps of the same workload to compare, {compiling} spent compiling"
+        few = f": no {'compiled' if eager_ms else 'eager'} steps of the same workload, {compiling} spent compiling"
     uncompiled, code = _why_uncompiled(report)
     claims = {
         None: _why_no_verdict(report),
@@ -65,8 +65,8 @@ def _claim(report: PhaseReport) -> str:
         "far, break-even " + ("never" if math.isinf(steps) else f"after {steps:,.0f} compiled steps"),
         "slower": f"{slower} ({times}): {_why_slower(report)}",
         "no difference": f"no difference ({times.replace('→', 'vs')}, spread ±{spread}), {compiling} spent compiling",
-        "not comparable": f"no factor ({times}): {doubt}; measure again while no other program uses the machine; on a "
-        "CPU, also set OMP_NUM_THREADS=1",
+        "not comparable": f"not comparable ({times}): {doubt}; measure again while no other program uses the machine"
+        + "; on a CPU, also set OMP_NUM_THREADS=1" * (os.environ.get("OMP_NUM_THREADS") != "1"),
         "too few samples": f"too few samples{few}",
         "still compiling": "not compiled yet: the run was shorter than the compile in the background "
         f"({_count(details.waiting_steps, 'step')} meanwhile)",

@@ -88,7 +88,8 @@ def test_warm_up_and_compiling_steps_are_no_samples_and_slower_steps_are_warned_
     assert -100 < callback.report.infer.net_seconds_saved < 100
 
 
-def test_a_plot_shows_step_times_from_zero_and_the_verdict():
+def test_a_plot_shows_step_times_from_zero_and_the_verdict(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pytest.importorskip("matplotlib")
     times = {"eager": range(12), "compiled": [*range(13, 53), *range(54, 74)], "compiling": [12, 53]}
     ms = {"eager": [10.0] * 12, "compiled": [4.0] * 60, "compiling": [100.0, 900.0]}
@@ -104,6 +105,8 @@ def test_a_plot_shows_step_times_from_zero_and_the_verdict():
     verdict = str(report).partition("\n")[0].removeprefix("train   ")
     assert verdict.endswith("also set OMP_NUM_THREADS=1")
     assert title.replace("\n", " ").endswith(verdict)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "OMP" not in str(report)
 
 
 @pytest.mark.all_versions
