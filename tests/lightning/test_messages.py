@@ -103,7 +103,7 @@ OFF = "TORCH_COMPILE_DISABLE is set"
 ONLY_IN_HOOK = f"CC101 ^target 'other' ran in the train phase without a compiled graph: {FLOPS}"
 LIMIT_IN_VALIDATION = "CC103 ^target 'net' reached torch's recompile limit in the infer phase"
 COUNTER = r"CC103 value of 'calls': no longer.*a buffer in its place avoids it \[CC103"
-ITEM = r"\(value of a result at the graph break: no longer .*removing the graph break avoids it"
+ITEM = r"next: train has \d graph breaks? \(.*\.py:\d+\): "
 # Calls within a transform are counted, and the other calls are compiled.
 TRANSFORM = {"graphs": 1, "diagnostics.eager_calls": {"net": 8}, "diagnostics.steps.compiled": 8}
 TRANSFORM |= {"diagnostics.compiled_samples": 5, "verdict": "too few samples"}

@@ -13,6 +13,7 @@ AGAIN = "; step times vary by ±{}, so other programs may use the machine: measu
 AGAIN_TRAIN = "measure train again while no other program uses the machine"
 EAGER, TRY_EAGER = "train_mode='eager' leaves the phase eager", "; try train_mode='eager'"
 RECOMPILE = {"kind": "recompile", "target": "net", "phase": "train", "reason": "batch size 13, was 32"}
+BREAK = {"kind": "graph_break", "target": "net", "phase": "train", "reason": "print"}
 WEIGHTS = "freezing has no effect while weights may change"
 FREEZING = {"kind": "freezing", "target": "net", "reason": f"{WEIGHTS}\n  Explanation: \n  Hint: none"}
 DROPOUT = {"kind": "verify", "verdict": "not compared", "reason": "dropout", "fix": "this helps"}
@@ -87,6 +88,8 @@ SENTENCES = [
     # The side that lacks samples.
     (compared("too few samples", None, 5.0, eager_samples=0), NO_EAGER, MORE + BASELINE),
     (compared("too few samples", 10.0, 5.0, eager_samples=50), "too few samples (10.0 →…", MORE),
+    # Noise does not hide a graph break.
+    (compared("not comparable", 137.0, 13.9, events=[BREAK]), "not comparable (137 → 13.9 ms): step…", "train has …"),
     # A graph that was not compared is the last advice.
     (faster(50.0, 100.0, events=[DROPOUT]), "2.0x faster…", NOT_COMPARED),
     # The reason why a Tune keeps eager.
@@ -123,3 +126,8 @@ def test_a_phase_has_its_line_and_advice(train, line, advice):
 
     if line == NO_DIFFERENCE:  # the table shows the same spread
         assert ["eager", "step", "ms", "21.70", "±", "1.40"] in [text.split() for text in lines]
+
+
+def test_a_clear_result_of_one_phase_comes_before_noise_of_the_other():
+    report = CompileReport.from_dict({"train": equal(107.0, spreads=(90.0, 9.0)), "infer": slower(194.0)})
+    assert str(report).endswith("next: infer_mode='eager' leaves the phase eager")
