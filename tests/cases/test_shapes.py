@@ -30,16 +30,26 @@ def case(name, make, train, graphs, eager_calls=0, *, baseline_steps=0, epochs=1
                 callback=callback, expect=counts | dict(expect), others=others)  # fmt: skip
 
 
-def scaled(requires_grad=True):
+def scaled(requires_grad=True, run=lambda net, x: net[2](net[:2](x) * net.scale)):
     """A function that makes a module whose network multiplies by a number."""
 
     def make():
-        net = Calls(smooth().requires_grad_(requires_grad), lambda net, x: net[2](net[:2](x) * net.scale))
+        net = Calls(smooth().requires_grad_(requires_grad), run)
         net.net[2].requires_grad_(True)
         net.net.scale = 2
         return Classifier(net)
 
     return make
+
+
+def scales_behind_a_break(net, x):
+    torch._dynamo.graph_break()
+    return x * net.scale
+
+
+def twice_behind_breaks(net, x):
+    """Call one frame twice, which does not fit when the number changes."""
+    return net[2](scales_behind_a_break(net, net[1](scales_behind_a_break(net, net[0](x)))))
 
 
 def before_step_6(change):
@@ -78,6 +88,9 @@ CASES = [
     case("checkpoint", lambda: zoo.CallsInTraining(smooth(), zoo.in_checkpoint), TWO_SIZES, 2),
     case("fullgraph", net(smooth), TWO_SIZES, 2, train_mode={"fullgraph": True}),
     case("equal blocks", net(blocks), TWO_SIZES, 4, targets="net.*"),
+    case("a call of two frames counts once", scaled(run=twice_behind_breaks), (4,) * 20, 4, 7, baseline_steps=2,
+         expect=dict.fromkeys(("train.graphs", "train.graph_breaks", "train.recompiles"), ...),
+         others=before_step_6(lambda net: setattr(net, "scale", 3))),
     case("a graph break counts once", lambda: Classifier(Calls(smooth(), zoo.breaks)), (4,) * 5 + (3,) * 12, 4, 7,
          expect={"train.graph_breaks": 1, "train.recompiles": 4}),
 ]  # fmt: skip
@@ -143,18 +156,11 @@ def test_a_reentrant_checkpoint_recomputes_with_the_mask_of_its_forward_pass():
     assert callback.report.train.diagnostics.eager_calls == {}
 
 
-class Stops(Classifier):
-    """Is asked to stop in its first step, before it calls the target."""
-
-    def training_step(self, batch, batch_idx):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return super().training_step(batch, batch_idx)
-
-
 def test_no_compile_begins_after_sigterm():
     callback = InductorCompile(targets="net", baseline_steps=0)
+    stops = lambda net, x: os.kill(os.getpid(), signal.SIGTERM) or net(x)  # noqa: E731
     with pytest.raises(SystemExit):
-        fit(callback, make=Stops)
+        fit(callback, make=lambda: zoo.CallsInTraining(smooth(), stops))
     assert callback.report.train.graphs == 0
     assert "asked to stop" in str(callback.report.train.diagnostics.events)
 
