@@ -123,6 +123,13 @@ def compiled():
 
 
 @pytest.fixture
+def process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def forked_helper(monkeypatch):
     """Fork helper processes of ``background=True`` from one that has imported torch, which takes each 5 s of CPU."""
     from tests.support.processes import subprocess_with_forked_helper

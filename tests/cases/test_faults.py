@@ -14,17 +14,9 @@ import torch._inductor.graph
 from torch import nn
 
 from compile_callbacks import CompileError, CompileWarning, InductorCompile, report_of
+from tests.cases import zoo
 from tests.cases.case import Case, check
-from tests.cases.zoo import (
-    RAGGED,
-    BrokenPass,
-    Calls,
-    CallsInTraining,
-    Place,
-    custom_operator,
-    out_of_memory_in_inductor,
-    struck,
-)
+from tests.cases.zoo import RAGGED, Calls, CallsInTraining, custom_operator
 from tests.support.models import FEATURES, Classifier, Wrapper, batches_of, fit, mlp
 from tests.support.passes import Uncached
 
@@ -42,12 +34,12 @@ CAUSES = {
 
 def fault(name: str, phase: str, half: str, shape: str, **settings) -> Case:
     """A case in which the compiler fails at one place; both phases see two shapes, in both epochs."""
-    place = Place(phase, half, shape)
+    place = zoo.Place(phase, half, shape)
     graph_pass, inside = {
         "untraceable": ([], contextlib.nullcontext),
-        "pass": ([BrokenPass(place)], contextlib.nullcontext),
+        "pass": ([zoo.BrokenPass(place)], contextlib.nullcontext),
         # Inductor writes no code for a graph that comes out of torch's cache.
-        "memory": ([Uncached()], functools.partial(out_of_memory_in_inductor, place)),
+        "memory": ([Uncached()], functools.partial(zoo.out_of_memory_in_inductor, place)),
     }[name]
     # Inductor is tried once for each shape. After a failure of Dynamo, the target runs eagerly.
     failures = 2 if shape == "first" and name != "untraceable" else 1
@@ -62,7 +54,7 @@ def fault(name: str, phase: str, half: str, shape: str, **settings) -> Case:
     modes = {f"{phase}_mode": {"fullgraph": name == "untraceable"}, f"{other}_mode": "default"}
     return Case(
         name=f"{name}-{phase}-{half}-{shape}",
-        make=lambda: Classifier(struck(place, untraceable=name == "untraceable")),
+        make=lambda: Classifier(zoo.struck(place, untraceable=name == "untraceable")),
         train=(4, 4, 4, RAGGED),
         validation=(4, RAGGED),
         predict=None,

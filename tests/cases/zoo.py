@@ -133,19 +133,6 @@ class CallsTwice(Classifier):
         return loss
 
 
-class Critic(Classifier):
-    """Differentiates the gradients of its critic, as a WGAN-GP does, and not those of its network."""
-
-    def __init__(self):
-        super().__init__()
-        self.critic = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0].clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.critic(x).sum(), x, create_graph=True)
-        return super().training_step(batch, batch_idx) + (gradient.norm(dim=1) - 1).square().mean()
-
-
 # ------------------------------------------------------------------------------------------ shapes and recompiles
 
 

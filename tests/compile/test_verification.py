@@ -274,13 +274,6 @@ class SumsOverProcesses(Wrapper):
         return output + functional_collectives.all_reduce(output.detach(), "sum", torch.distributed.group.WORLD)
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_graph_that_communicates_is_not_compared(process_group, compiled):
     module, x = compiled(SumsOverProcesses(), verify="raise"), inputs()
     output = module(x)

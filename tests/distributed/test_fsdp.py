@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -17,15 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from compile_callbacks import (
-    CompileWarning,
-    InductorBackend,
-    InductorCompile,
-    Tune,
-    compile_phases,
-    export,
-    report_of,
-)
+from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, Tune, compile_phases, export, report_of
 from tests.support.fsdp_ranks import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device, shard_blocks
 from tests.support.models import FLOAT32
 from tests.support.pairs import Pair, made_once, run_pair
@@ -118,11 +109,9 @@ def test_a_checkpoint_of_two_devices_loads_into_one_eager_module(pair):
 
 
 @pytest.fixture
-def mesh():
+def mesh(process_group):
     """A mesh of one device: weights are sharded in one part."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 class Stack(LightningModule):

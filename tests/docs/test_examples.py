@@ -83,12 +83,6 @@ def test_an_example_trains_as_it_does_without_the_callback(script, name, shape, 
     assert assert_same_training(make, make_data, steps=12, trainer_kwargs=kwargs) == "same"
 
 
-@pytest.fixture
-def max_pool_pass(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("max_pool_backward").TritonMaxPoolBackward
-
-
 class Half(Wrapper):
     """Runs a module under autocast."""
 
@@ -101,7 +95,9 @@ class Half(Wrapper):
 @pytest.mark.parametrize(
     "settings", [(3, 2, 1), (2,), (3, 1, 1), ((3, 2), (2, 3), (1, 0))], ids=["3 by 2", "2", "3 by 1", "uneven"]
 )
-def test_the_gradient_of_a_max_pooling(settings, device, max_pool_pass, no_codegen):
+def test_the_gradient_of_a_max_pooling(settings, device, monkeypatch, no_codegen):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    max_pool_pass = importlib.import_module("max_pool_backward").TritonMaxPoolBackward
     net = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.MaxPool2d(*settings))
     x = torch.randn(4, 16, 8, 8, device=device).to(memory_format=torch.channels_last).requires_grad_()
     net, after = Half(net.to(device, memory_format=torch.channels_last)), RecordGraphs()

@@ -60,15 +60,11 @@ class SkipsBatches(Classifier):
         return torch.optim.SGD(self.net.parameters(), 0.01)
 
 
-@pytest.fixture
-def tree_of_cuda_graphs():
-    """Makes torch's tree of CUDA graphs. If memory is too short for it, torch 2.11 ends the process with SIGABRT."""
-    get_manager(torch.cuda.current_device())
-
-
-@pytest.mark.usefixtures("tree_of_cuda_graphs")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_skips_a_batch_without_memory_goes_on(where):
+    # If memory is too short for torch's tree of CUDA graphs, torch 2.11 ends the process with SIGABRT.
+    get_manager(torch.cuda.current_device())
+
     def train(*callbacks):
         module = seeded(lambda: SkipsBatches(where))
         trainer(*callbacks, accelerator="cuda").fit(module, loader(8))

@@ -17,10 +17,6 @@ from tests.support.passes import WrongForward
 pytestmark = pytest.mark.gpu
 
 
-def plain():
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
-
-
 def recordings_and_memory(verify):
     torch.compiler.reset()  # frees the CUDA graphs of other tests
     modes = {"train_mode": "reduce-overhead", "infer_mode": "reduce-overhead"}
@@ -48,7 +44,8 @@ def test_with_cuda_graphs_all_results_are_compared_before_torch_records():
 
 
 def test_with_cuda_graphs_verify_eager_gives_the_results_of_eager_in_the_same_call_already(compiled):
-    eager, x = plain(), torch.randn(8, FEATURES, device="cuda")
+    eager = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 3)).cuda()
+    x = torch.randn(8, FEATURES, device="cuda")
     module = copy.deepcopy(eager)
     compiled(module, train_mode="reduce-overhead", passes=[WrongForward("train")], verify="eager")
     with pytest.warns(CompileWarning, match="output 0 has a relative error"):

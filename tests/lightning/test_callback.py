@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from compile_callbacks import CompileWarning, InductorCompile
 from tests.cases.case import Case, check, net
-from tests.cases.zoo import Calls, Critic, TwoParts, convolutions
+from tests.cases.zoo import Calls, TwoParts, convolutions, critic, logits, smooth
 from tests.support.models import Classifier, fit, loader, mlp, seeded, trainer
 from tests.support.passes import Uncached
 from tests.support.step_times import Times
@@ -122,7 +122,9 @@ def test_steps_with_a_target_left_eager_are_compiled_and_its_calls_are_counted(m
     expect = {**calls, "train.fallbacks": 1, "train.speedup": pytest.approx(1.2)}
     settings = {"train": (4,) * 40, "validation": None, "predict": None, "codes": ("CC303",), "expect": expect}
     settings["callback"] = {"baseline_steps": 10, "infer_mode": None}
-    report = check(Case(name="a critic", make=Critic, **settings)).report
+    # The gradients of the critic are differentiated, as in a WGAN-GP, and not those of the network.
+    penalized = lambda m, x: m.net(x) * critic(m.critic, x.clone().requires_grad_(), None)  # noqa: E731
+    report = check(Case(name="a critic", make=logits(penalized, critic=smooth), **settings)).report
     assert "train: 28 calls of critic ran eagerly" in str(report)
     assert {part["kind"] for part in report.train.diagnostics.series} >= {"eager", "compiled"}
 

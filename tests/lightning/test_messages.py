@@ -50,12 +50,8 @@ def with_backward_hook():
     return module
 
 
-class Penalized(Classifier):
-    def gradient(self, x):
-        return torch.func.grad(lambda x: self.net(x).sum())(x)
-
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) + self.gradient(batch[0]).square().mean()
+def penalized(net, x):
+    return net(x) * torch.func.grad(lambda x: net(x).sum())(x).square().mean()
 
 
 def tagged(net, x):
@@ -117,7 +113,7 @@ CASES = [
     # A target that only a hook calls has the reason of its calls.
     case("dispatch mode in a hook", CountsFlopsInHook, ONLY_IN_HOOK, targets=["net", "other"],
          expect={"train.graphs": 1}),
-    case("transform", lambda: Penalized(normalized()), "CC108", baseline_steps=2, train=12,
+    case("transform", lambda: CallsInTraining(normalized(), penalized), "CC108", baseline_steps=2, train=12,
          expect={f"train.{name}": value for name, value in TRANSFORM.items()}),
     # The phase that reaches the recompile limit is the one that is named.
     case("limit in validation", lambda: TagsInValidation(Calls(mlp(), tagged)), LIMIT_IN_VALIDATION, data=(4,) * 20,

@@ -11,14 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
-from compile_callbacks import (
-    CompileReport,
-    CompileWarning,
-    InductorBackend,
-    InductorCompile,
-    compile_phases,
-    restore,
-)
+from compile_callbacks import CompileReport, CompileWarning, InductorBackend, InductorCompile, compile_phases, restore
 from tests.cases.case import attributes, of_process
 from tests.support.models import FEATURES, Classifier, RecordingLogger, fit, loader, mlp, seeded, trainer
 

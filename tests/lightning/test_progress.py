@@ -18,19 +18,12 @@ NET = "compiling 'net' for the train phase"
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
 
-@pytest.fixture
-def impatient(monkeypatch):
+def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took(monkeypatch, logged, tmp_path):
     for name in ("FIRST_LINE_SECONDS", "LINE_SECONDS"):
         monkeypatch.setattr(f"compile_callbacks.profiling.recorder.{name}", 0.1)
-
-
-def slow(**settings):
-    return InductorCompile("default", None, passes=[Slow(0.2)], baseline_steps=0, verify="off", **settings)
-
-
-def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took(impatient, logged, tmp_path):
+    settings = {"baseline_steps": 0, "verify": "off", "cache_dir": tmp_path / "cache"}
     with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
-        fit(slow(cache_dir=tmp_path / "cache"), train=2, validation=None)
+        fit(InductorCompile("default", None, passes=[Slow(0.2)], **settings), train=2, validation=None)
     assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
     assert logged().count(f"{NET} ...") == 1
     assert any(line.startswith(f"{NET} took ") for line in logged())

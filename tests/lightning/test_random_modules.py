@@ -97,8 +97,6 @@ KINDS = [name for name in vars(Block) if not name.startswith("_") and name != "f
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A LightningModule."""
-
     blocks: tuple[str, ...]  # the names of methods of `Block`
     target: str = "net"  # or "net.encode" (a method), or "forward"
     inputs: str = "one"  # or two that share memory: the "same" tensor, or a "view"
@@ -172,8 +170,6 @@ class Side(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """Trains the network of a `Spec`."""
-
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec = spec

@@ -12,8 +12,6 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A model, its data and how it is trained."""
-
     name: str
     make: Callable[[], pl.LightningModule]
     train: Callable[[], Iterable[Any] | None]  # makes the training data

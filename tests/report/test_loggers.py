@@ -77,19 +77,13 @@ def test_text_holds_the_report_and_an_image_the_plot(golden, board):
         assert png.startswith(b"\x89PNG")
 
 
-class Configured(Classifier):
-    """Has hyperparameters."""
-
-    def __init__(self, lr=0.1):
-        super().__init__()
-        self.save_hyperparameters()
-
-
 def test_the_users_prefix_and_hyperparameters_are_respected(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # without matplotlib, there is no plot
     logger = TensorBoardLogger(tmp_path, prefix="mine")
     callback = InductorCompile("default", None, baseline_steps=0, verify="off")
-    fit(callback, make=lambda: Configured(lr=0.2), train=2, logger=logger)
+    module = Classifier()
+    module.save_hyperparameters({"lr": 0.2})
+    fit(callback, make=lambda: module, train=2, logger=logger)
     board = read(logger.log_dir)
     assert board.Tags()["images"] == []
     assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": 0.2}

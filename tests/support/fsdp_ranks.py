@@ -33,8 +33,6 @@ WIDTH, BLOCKS, SAMPLES, BATCH = FEATURES, 3, 24, 6  # BATCH: of all devices toge
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -46,8 +44,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks between a stem and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
@@ -62,8 +58,6 @@ class Blocks(nn.Module):
 
 
 class Whole(Classifier):
-    """Trains `Blocks`."""
-
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__(Blocks())
@@ -107,7 +101,6 @@ def loader(devices: int) -> DataLoader:
 
 
 def two_devices(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    """A trainer of two processes."""
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
     defaults = {"accelerator": ACCELERATOR, "devices": 2, "strategy": strategy, "num_sanity_val_steps": 0}
     return trainer(*callbacks, **(defaults | settings))

@@ -12,16 +12,7 @@ import torch
 from torch import nn
 
 import compile_callbacks
-from compile_callbacks import (
-    InductorBackend,
-    InductorCompile,
-    InductorConfig,
-    Tune,
-    compile_phases,
-    export,
-    graph_pass,
-    load_exported,
-)
+from compile_callbacks import InductorBackend, InductorCompile, InductorConfig, Tune, compile_phases, export
 
 pytestmark = pytest.mark.all_versions
 
@@ -34,7 +25,7 @@ class Scale(compile_callbacks.GraphPass):
         pass
 
 
-@graph_pass
+@compile_callbacks.graph_pass
 def changes_nothing(graph: torch.fx.Graph, is_inference: bool) -> None:
     pass
 
@@ -90,7 +81,7 @@ TYPES = [
     (InductorCompile, {"cache_dir": b"kept"}, "cache_dir=b'kept' must be the path of a folder, not bytes"),
     (exports, {"module": 3}, r"module=3 must be a torch\.nn\.Module"),
     (exports, {"args": torch.ones(2)}, r"of positional inputs, such as \(tensor,\), not Tensor"),
-    (load_exported, {"path": 3}, r"path=3 must be a path, not int"),
+    (compile_callbacks.load_exported, {"path": 3}, r"path=3 must be a path, not int"),
 ]
 
 
