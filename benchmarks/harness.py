@@ -182,8 +182,7 @@ class Process:
         """Set the number of steps of a block."""
         args = self._args
         milliseconds = self.block(3) or math.inf
-        least = math.ceil(args.steps / args.blocks)
-        self.steps = max(1, least, round(args.block_seconds * 1000 / milliseconds))
+        self.steps = max(math.ceil(args.steps / args.blocks), round(args.block_seconds * 1000 / milliseconds))
         if args.warm_up_seconds:
             self.block(max(1, round(args.warm_up_seconds * 1000 / milliseconds)))
 
@@ -247,11 +246,10 @@ class Pacer(pl.Callback):
         self._connection, self._steps, self._settled, self._info = connection, steps, settled, info
         self._compiles, self._script = Compiles(), self._pace()
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.before_step()
 
-    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self.before_step()
+    on_predict_batch_start = on_train_batch_start
 
     def before_step(self) -> None:
         """Return when the next step may run; raise `Done` after the last one."""
@@ -338,16 +336,14 @@ def in_trainer(work: Workload, way: Variant, connection: Connection, steps: int)
         callback = InductorCompile(**modes, passes=passes, background=way.background, **settings)
 
         def settled() -> bool:
-            report = getattr(callback.report, phase)
+            report = callback.report.phase(phase)
             if way.background:
                 return bool(report.diagnostics.steps.get("compiled"))
             trials = report.diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
             return any(trial["verdict"] == "chosen" for trial in trials)
 
-        def info() -> dict[str, Any]:
-            return {"report": getattr(callback.report, phase).to_dict()}
-
-        callbacks = [Pacer(connection, steps, settled, info), callback]
+        pacer = Pacer(connection, steps, settled, lambda: {"report": callback.report.phase(phase).to_dict()})
+        callbacks = [pacer, callback]
     else:
         callbacks = [Pacer(connection, steps)]
     trainer = make_trainer(work.device, *callbacks)
