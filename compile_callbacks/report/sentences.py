@@ -117,7 +117,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
     code, fix = _why_uncompiled(report)[1] if verdict == "not compiled" else "", recompile.get("fix")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
-    baseline = ", with baseline_steps=10" if (details.eager_samples or 0) < MIN_SAMPLES else ""
+    baseline = " in the first call, with baseline_steps=10" if (details.compiled_samples or 0) >= MIN_SAMPLES else ""
     again = verdict == "not comparable" or (_noise(report) and verdict in ("slower", "no difference"))
     unsure = next((e for e in details.events if e.get("verdict") == "not compared" and e.get("fix")), {})
     return [
