@@ -52,12 +52,20 @@ class Helper:
         with contextlib.suppress(Exception):  # `poll` tries again, and reports a failure
             self._start_process()
 
-    def poll(self) -> None:
-        """Send new requests, and load the code of at most one graph. The caller calls this between two steps."""
+    def poll(self, *, captures: bool, ranks: int) -> float:
+        """Send new requests, and load the code of at most one graph. The caller calls this between two steps.
+
+        If the next step ``captures`` graphs, start the process. Return the seconds of an import of the compiler.
+        """
+        seconds = 0.0
+        if captures:
+            self.start(ranks=ranks)
         if not self._queue.active:
-            return
+            return seconds
         try:
             problem = self._load_next()
+            # Before there is code to load, which needs the compiler too, and while the helper process compiles.
+            seconds = _torch.inductor.import_inductor()
         except Exception as error:
             problem = in_one_line(describe_failure(error))
         if problem:
@@ -65,6 +73,7 @@ class Helper:
             self._fails(problem, {graph.key for graph in self._queue.waiting})
         if not self._queue.active:
             self.stop()
+        return seconds
 
     def _load_next(self) -> str:
         """Load the code of at most one graph. Return the reason why the process ended, or an empty string."""

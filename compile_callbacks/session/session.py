@@ -86,7 +86,8 @@ class Session:
         if arguments.compiles:
             self._tell(findings.at_begin())
             undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
-            recorder.executions.import_seconds += _torch.inductor.import_inductor()
+            if not in_background:  # otherwise, while the helper process compiles, and not in a short run
+                recorder.executions.import_seconds += _torch.inductor.import_inductor()
         if arguments.compiles and settings.cache_dir:
             if problem := use_cache(settings.cache_dir, undo):
                 self._warn.warn("CC401", problem)
@@ -179,9 +180,8 @@ class Session:
         step.compiles, step.graphs_before = ran.compiles, ran.graphs
         recorder.step = run.times.number + 1
         if self._helper is not None:
-            if variant.config is not None:  # from the step on that captures, because a short run captures nothing
-                self._helper.start(ranks=run.conditions.ranks)
-            self._helper.poll()
+            captures, ranks = variant.config is not None, run.conditions.ranks
+            recorder.executions.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
         run.times.begin(step, run.conditions.device)
         return step.timed_on is not None
 

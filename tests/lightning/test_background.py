@@ -114,11 +114,12 @@ def test_slower_steps_go_back_to_eager_after_a_comparison(eager, compiled, ranks
 def test_a_compile_that_the_run_cannot_repay_is_not_requested(steps, requests, background_ms, monkeypatch):
     background_ms["eager"] = background_ms["waiting"] = 2000.0
     monkeypatch.setattr("compile_callbacks.session.phase_run.LEAST_SECONDS", 60.0)
-    callback = InductorCompile("default", None, background=True)
-    ends, data = lambda report: report.train.diagnostics.waiting_steps, loader(40)
-    run(callback, ends, max_steps=steps, data=data, starts_process=requests)
-    train = callback.report.train.diagnostics
-    assert (train.waiting_steps, len(reasons(callback.report.train, "not_requested"))) == (requests, not requests)
+    callback, imports = InductorCompile("default", None, background=True), []
+    monkeypatch.setattr(_torch.inductor, "import_inductor", lambda: imports.append(1) or 0.0)
+    waiting = lambda report: report.train.diagnostics.waiting_steps  # noqa: E731
+    run(callback, waiting, max_steps=steps, data=loader(40), starts_process=requests)
+    assert (waiting(callback.report), bool(imports)) == (requests, requests)
+    assert len(reasons(callback.report.train, "not_requested")) == (not requests)
 
 
 # ------------------------------------------------------------------------------------------ in the foreground
