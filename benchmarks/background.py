@@ -1,4 +1,4 @@
-"""`background=True` against compiling in the foreground, by hand and eager: one model in a Trainer, each way alone.
+"""`background=True` against compiling by hand and eager: one model in a Trainer, each way alone.
 
 python benchmarks/background.py [--model resnet18] [--batch-size 16] [--image-size 32] [--mode default] [--json FILE]
 
@@ -10,9 +10,6 @@ Each way is a new process with an empty cache, and runs ``--steady-steps`` steps
 - steady_ms: the median of the last steps;
 - first_100_s: the seconds of the first 100 steps;
 - seconds: the duration of all steps.
-
-The regret of a run of several minutes of eager steps is computed from these parts: (run - better) / run. The
-better is the faster of the eager run and the run that is compiled by hand from its first step.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ from trainer import Classifier, loader, make_trainer, synchronize
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import environment
 
-EAGER, BY_HAND, FOREGROUND, BACKGROUND = "eager", "by hand", "foreground", "background"
-MINUTES = (1, 5, 15)
+EAGER, BY_HAND, BACKGROUND = "eager", "by hand", "background"
 MAX_SECONDS = 500
 COLUMNS = {
     "way": "{}", "longest_s": "{:.2f}", "meanwhile": "{}", "meanwhile_ms": "{:.2f}", "load_s": "{:.2f}",
@@ -86,8 +82,8 @@ def run(args: argparse.Namespace, way: str) -> Row:
     callback = None
     if way == BY_HAND:
         module.net.compile(mode=args.mode)
-    elif way != EAGER:
-        callback = InductorCompile(train_mode=args.mode, background=way == BACKGROUND)
+    elif way == BACKGROUND:
+        callback = InductorCompile(train_mode=args.mode, background=True)
     clock = Clock(callback, args.steady_steps)
     trainer = make_trainer(args.device, clock, *([callback] if callback else []))
     trainer.fit(module, loader([(images, labels)], 10**9))
@@ -111,25 +107,11 @@ def run(args: argparse.Namespace, way: str) -> Row:
 def compared(workload: str, rows: dict[str, Row]) -> Row:
     """The three ways of a workload in one row."""
     eager, hand, ours = (rows.get(way, {}) for way in (EAGER, BY_HAND, BACKGROUND))
-    first_100 = [row.get("first_100_s") for row in (eager, hand, ours)]
+    first_100 = [row.get("first_100_s") if row.get("steps", 0) >= 100 else None for row in (eager, hand, ours)]
     lost = None if None in first_100 else first_100[2] - min(first_100[:2])  # type: ignore[operator, type-var]
     times = [eager.get("steady_ms"), ours.get("meanwhile_ms"), hand.get("steady_ms"), ours.get("steady_ms")]
     values = [workload, hand.get("longest_s"), ours.get("longest_s"), *first_100, lost, *times]
     return dict(zip(COMPARED, values, strict=True))
-
-
-def regrets(rows: dict[str, Row]) -> list[Row]:
-    """The regret of runs of several lengths, from the measured parts."""
-    eager, hand, ours = rows[EAGER]["steady_ms"] / 1000, rows[BY_HAND], rows[BACKGROUND]
-    result = []
-    for minutes in MINUTES:
-        steps = minutes * 60 / eager
-        run_s = ours["seconds"] + (steps - ours["steps"]) * ours["steady_ms"] / 1000
-        by_hand_s = hand["longest_s"] + steps * hand["steady_ms"] / 1000
-        better = min(steps * eager, by_hand_s)
-        result.append({"minutes": minutes, "eager_s": steps * eager, "by_hand_s": by_hand_s, "background_s": run_s,
-                       "regret": (run_s - better) / run_s})  # fmt: skip
-    return result
 
 
 def main() -> None:
@@ -140,7 +122,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--mode", default="default")
     parser.add_argument("--steady-steps", type=int, default=60)
-    ways = [EAGER, BY_HAND, FOREGROUND, BACKGROUND]
+    ways = [EAGER, BY_HAND, BACKGROUND]
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--run-way", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -156,9 +138,6 @@ def main() -> None:
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
         save(args.json, f"{args.model}, batch {args.batch_size}, {args.mode}", known, found)
     print_columns(COLUMNS, known)
-    if {EAGER, BY_HAND, BACKGROUND} <= rows.keys():
-        print_columns({"minutes": "{}", "eager_s": "{:.0f}", "by_hand_s": "{:.0f}", "background_s": "{:.0f}",
-                       "regret": "{:.1%}"}, regrets(rows))  # fmt: skip
 
 
 if __name__ == "__main__":
