@@ -96,9 +96,9 @@ class StepTimes(NamedTuple):
 
     @property
     def saved_share(self) -> float:
-        """The saved time of a compiled step divided by its time, or 0 if the steps cannot be compared."""
+        """The saved time of a compiled step divided by its time, or 0 if no difference is shown."""
         found = self.comparison
-        return 0.0 if found is None or found.outcome == "not comparable" else found.ratio - 1
+        return found.ratio - 1 if found and found.outcome in ("faster", "slower") else 0.0
 
 
 @dataclass
@@ -244,10 +244,11 @@ class PhaseTimes:
         """Return the net seconds that all steps saved, and the compiled steps that break even, or infinity.
 
         Without a factor between eager and compiled steps, return ``None``. Steps in which torch compiled are a cost.
-        Each compiled step saves the same share of its time: the share by which the medians of `compared` differ. So the
-        speedup, the net seconds and the break-even have the same sign. In a stage without eager steps, only the steps
-        in which torch compiled count. The break-even is about steps of ``candidate``. The time that steps of other
-        candidates of a `Tune` lost is a cost, like ``seconds_outside_steps``.
+        Each compiled step saves the same share of its time: the share by which the medians of `compared` differ, or
+        nothing if the verdict is no difference. So the verdict, the speedup, the net seconds and the break-even agree.
+        In a stage without eager steps, only the steps in which torch compiled count. The break-even is about steps of
+        ``candidate``. The time that steps of other candidates of a `Tune` lost is a cost, like
+        ``seconds_outside_steps``.
         """
         reported = self.compared(candidate)
         found = reported.comparison
