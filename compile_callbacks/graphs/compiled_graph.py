@@ -91,10 +91,11 @@ class CompiledGraph:
         if (compiled := self.compiled) is None:
             return self._run_eagerly(inputs)
         accepted = self.verification is None or self.verification.accepts(inputs)  # after an error, it compares again
+        facts = self.verification and self.verification.facts
         self.run, self.compiled, self.verification = compiled if accepted else None, None, None
         if self.log.settings.static and accepted:
             with contextlib.suppress(Exception):
-                self.written = _torch.graphs.examine_graph(self.graph, inputs).written  # type: ignore[arg-type]
+                self.written = (facts or _torch.graphs.examine_graph(self.graph, inputs)).written  # type: ignore[arg-type]
                 self.run = functools.partial(self._warm_up_or_record, compiled, 2)
         del compiled  # which may have to be freed
         return self(*inputs)

@@ -46,6 +46,7 @@ class Verification:
     options: Mapping[str, Any]
     log: TargetLog
     communicates: bool  # with other processes
+    facts: _torch.graphs.GraphFacts | None = None  # about the captured graph, after a comparison
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """Return whether the compiled graph can be used."""
@@ -97,7 +98,7 @@ class Verification:
             unnoticed.enter_context(_torch.autograd.outside_activation_checkpoints())
             unnoticed.callback(torch.clear_autocast_cache)  # it has weights of the comparison
             unnoticed.enter_context(_torch.inductor.without_cuda_graphs())
-            facts = _torch.graphs.examine_graph(self.eager, inputs)
+            facts = self.facts = _torch.graphs.examine_graph(self.eager, inputs)
             with_gradients = trains and not facts.has_subclasses
             names = [node.name for node in self.eager.graph.find_nodes(op="placeholder")]
             runs = _Runs(inputs, names, facts, with_gradients, before)
