@@ -62,8 +62,8 @@ class Check(NamedTuple):
 def check_package(package: str) -> Check:
     """Check that a package is installed and importable. pip checks that it is new enough."""
     version = torch.__version__ if package == "torch" else installed_version(package)  # torch may be a source tree
-    if version is None and package in ("torchvision", "triton"):
-        return Check("ok", "not installed, and needed for the examples or a GPU only")
+    if version is None and (users := {"torchvision": "some examples", "triton": "GPUs"}.get(package)):
+        return Check("ok", f"not installed, and needed for {users} only")
     try:
         importlib.import_module(package)  # fails if torchvision was built for another torch
     except Exception as error:
@@ -118,7 +118,7 @@ def check_torch() -> Check:
     finally:
         restore(net)
     if not (notes := _torch.ports.notes()):
-        return Check("ok", "all are there")
+        return Check("ok", "all that this library uses are there")
     fix = "update compile-callbacks, or install torch {}.{}".format(*_torch.ports.NEWEST_TESTED)
     return Check("warning", "; ".join(notes), "some figures or repairs are missing, or modules run uncompiled", fix)
 
@@ -141,7 +141,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 def run(as_json: bool) -> int:
     """Run the checks and print their results. Return status 1 if a check failed."""
     if not as_json:
-        sys.stdout.write("checking this machine and compiling an addition, which takes up to 20 s ...\n\n")
+        sys.stdout.write("checking this machine and compiling an addition, which takes about 20 s ...\n\n")
         sys.stdout.flush()
     checks = {name: check for name, run_check in _CHECKS.items() if (check := _result_of(run_check)) is not None}
     failures = sum(check.status == "failed" for check in checks.values())
