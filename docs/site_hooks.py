@@ -27,8 +27,8 @@ BUTTONS = (
 MESSAGES_HEAD = """\
 # Messages
 
-Every warning and error ends with a code, such as `[CC104: compile-callbacks explain CC104]`. The command prints the
-explanation of the code, and this page contains the explanations of all codes.
+Every warning and error of this library ends with a code, such as `[CC104: compile-callbacks explain CC104]`. The
+command prints the explanation of the code, and this page contains the explanations of all codes.
 
 A warning is a `CompileWarning`. To turn these warnings into errors, use
 `warnings.filterwarnings("error", category=CompileWarning)`. To hide them, use `"ignore"` in place of `"error"`.
