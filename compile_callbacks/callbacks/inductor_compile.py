@@ -325,21 +325,24 @@ class InductorCompile(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        trains, accumulated = trainer.training, ""
-        loader = "train" if trains else f"{trainer.state.stage} {dataloader_idx}"
-        if trains and self._global_step_before is not None:
-            optimizer_steps = trainer.global_step - self._global_step_before
-            accumulated = f"{optimizer_steps} of {trainer.accumulate_grad_batches} accumulated"
-        if (session := self._active) is not None:
-            try:
-                session.step_ends(loader, batch, accumulated)
-            except Exception as error:
-                self._give_up("measure a step", error)
+        if (session := self._active) is None:
+            return
+        try:
+            session.step_ends(batch, functools.partial(self._describe_step, trainer, dataloader_idx))
+        except Exception as error:
+            self._give_up("measure a step", error)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
-        if trains and every and (batch_idx + 1) % every == 0:
+        if session.stage.phase == "train" and every and (batch_idx + 1) % every == 0:
             self._log_scalars(trainer, details=False)
 
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def _describe_step(self, trainer: Trainer, dataloader_idx: int) -> tuple[str, str]:
+        """Return the loader of a step, and how it accumulates gradients. Most steps do not need this."""
+        loader = "train" if trainer.training else f"{trainer.state.stage} {dataloader_idx}"
+        if (before := self._global_step_before) is None or not trainer.training:
+            return loader, ""
+        return loader, f"{trainer.global_step - before} of {trainer.accumulate_grad_batches} accumulated"
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,7 +45,7 @@ class PhaseSwitch:
         warn: WarnOnce,
     ) -> None:
         self.observed = CallRecords()
-        self._uncompiled, self._recorder, self._settings, self._warn = uncompiled, recorder, settings, warn
+        self._uncompiled, self.recorder, self._settings, self._warn = uncompiled, recorder, settings, warn
         self._dispatchers = {target: list(map(Dispatcher, target.members)) for target in targets}
         self._compiled_targets: dict[tuple[Target, Phase, str | None, bool], CompiledTarget] = {}
         self._decided: set[Phase] = set()  # the phases whose variants are not on trial
@@ -132,7 +132,7 @@ class PhaseSwitch:
         if compiled is None:
             settings = self._settings if phase in self._decided or not variant.name else self._settings.for_trial()
             settings = replace(settings, may_guess=not variant.healed, static=variant.static)
-            log = TargetLog(CompileKey(target.name, phase, variant.name), self._recorder, settings, self._warn)
+            log = TargetLog(CompileKey(target.name, phase, variant.name), self.recorder, settings, self._warn)
             compiled = self._compiled_targets[key] = CompiledTarget(target, config, log, observed, frozen=frozen)
         return functools.partial(compiled.call, dispatcher.callee)
 
@@ -143,8 +143,8 @@ class PhaseSwitch:
             return True
         key = CompileKey(target.name, "infer", variant.name)
         message = f"freezing has no effect on target {target.name!r} in the infer phase: {reason}"
-        if all(event.reason != message for event in self._recorder.events_of(key, "freezing")):
-            self._recorder.record("freezing", key, reason=message)
+        if all(event.reason != message for event in self.recorder.events_of(key, "freezing")):
+            self.recorder.record("freezing", key, reason=message)
         if variant.name is None:  # nobody asked for the candidates of "auto"
             self._warn.warn("CC204", message, about=(reason, "freezing"))
         return False

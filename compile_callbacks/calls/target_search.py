@@ -42,8 +42,6 @@ class TargetSearch:
         searched: Collection[Phase],  # the phases in which the search finds targets
         resolve: Callable[[], Sequence[Target]] | None,  # returns the named targets of a changed module
     ) -> None:
-        self.in_step = False
-        """Whether a step is running. Calls of hooks between the steps are not recorded."""
         self.called: list[CallProbe] = []
         """The targets that the running step has called for the first time in the phase."""
         self.records_methods = False
@@ -75,7 +73,6 @@ class TargetSearch:
 
     def step_ends(self) -> None:
         """End a step, and remove the probes beneath the targets that it called."""
-        self.in_step = False
         self._drop([below for probe in self.called for below in self._within(probe)])
         self.called.clear()
 
@@ -124,7 +121,8 @@ class TargetSearch:
             self._in_method.append(probe)
             return probe.below(*args, **kwargs)
         if self._new_parts([probe.callee]):
-            if not self.in_step or _torch.autograd.in_backward():
+            in_step = self._switch.recorder.executions.step is not None  # calls of hooks between the steps do not count
+            if not in_step or _torch.autograd.in_backward():
                 return probe.below(*args, **kwargs)
             if probe.callee.method is not None:
                 return self._call_method(probe, *args, **kwargs)

@@ -57,6 +57,7 @@ class Executions:
     a graph. A step in which it grows takes longer than usual.
     """
 
+    step: int | None = None  # the number of the running step, which the recorder stores in events
     graphs: int = 0  # the number of executions of compiled graphs
     # The number of calls of each target that ran eagerly, in whole or in part, in steps that compile.
     eager_calls: Counter[CompileKey] = field(default_factory=Counter)
@@ -128,8 +129,6 @@ class CompileRecorder:
         self.calling = _Calling()
         self.executions = Executions()
         self.events: list[CompileEvent] = []
-        self.step: int | None = None
-        """The number of the running step, which the recorder stores in events."""
         self.stopping: Callable[[], bool] = lambda: False
         """Whether the process was asked to stop, so that no compile should begin. Must not refer to the module."""
         self.listeners = _torch.events.listeners()[0]
@@ -228,7 +227,7 @@ class CompileRecorder:
         self._add(self._event(kind, key, **attributes))
 
     def _event(self, kind: EventKind, key: CompileKey, **attributes: Any) -> CompileEvent:
-        return CompileEvent(kind=kind, step=self.step, **key._asdict(), **attributes)
+        return CompileEvent(kind=kind, step=self.executions.step, **key._asdict(), **attributes)
 
     def _add(self, event: CompileEvent) -> None:
         self.events.append(event)

@@ -52,7 +52,7 @@ class Step:
     variant: Variant = EAGER_VARIANT  # that the contest chose
     first: bool = False  # of its stage or epoch
     wanted: bool = False  # whether the contest wants the time of the step
-    repeats: bool = False  # whether it stands for further steps, which are only counted
+    repeats: PhaseTimes | None = None  # where further steps are only counted, for which it stands
     compiles: int = 0  # the recorder's number of compiles at the start
     graphs_before: int = 0  # the recorder's number of executed graphs at the start
     start: Any = 0.0  # a result of `clock.now`
@@ -101,7 +101,7 @@ class StepTimes(NamedTuple):
         return found.ratio - 1 if found and found.outcome in ("faster", "slower") else 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Record:
     """The steps of one kind with one loader. The timed steps are in windows that are spread evenly over the run.
 

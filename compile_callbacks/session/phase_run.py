@@ -99,7 +99,7 @@ class PhaseRun(Contest):
             self._recorder.record("not_requested", CompileKey("the module", self.phase), reason=reason)
         return is_short
 
-    def end_step(self, step: Step, stage: Stage, loader: str, batch: Any, accumulated: str) -> None:
+    def end_step(self, step: Step, stage: Stage, batch: Any, loader: str, accumulated: str) -> None:
         """End a step: measure it, and tell the contest about it."""
         if step.timed_on is not None:
             if step.first or step.compiling or stage is not self._usual_conditions[0]:

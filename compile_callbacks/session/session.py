@@ -151,25 +151,22 @@ class Session:
         """Begin a step, and select its variant. Return whether the step is timed."""
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
-        stage, step, recorder, ran = self.stage, self._step, self._recorder, self._recorder.executions
-        run = self._phases[stage.phase]
-        record = run.times.last
-        if step and step.repeats and not first and record.untimed_left and ran.compiles == step.compiles:
-            record.untimed_left -= 1
-            step.start = clock.seconds()
-            step.graphs_before = ran.graphs
-            recorder.step, self._search.in_step = run.times.number + 1, True
+        step, ran = self._step, self._recorder.executions
+        if step and (times := step.repeats) and not first and times.last.untimed_left and ran.compiles == step.compiles:
+            times.last.untimed_left -= 1
+            ran.step, step.start, step.graphs_before = times.number + 1, clock.seconds(), ran.graphs
             if self.gpu.on_gpu:
-                self.gpu.step_begins(stage.phase, step.variant)
+                self.gpu.step_begins(self.stage.phase, step.variant)
             return False
-        self._step = None
+        self._step, stage, run = None, self.stage, self._phases[self.stage.phase]
         if first:  # a callback may have swapped the weights
             self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
         if run.settled != (run.decision, run.turn):  # not before, because outputs of the last step need their code
             self._settle(run)
-        looks_up, self._search.in_step = first or stage.phase != self._search.phase, True
+        ran.step = run.times.number + 1
+        looks_up = first or stage.phase != self._search.phase
         if looks_up or self._search.records_methods:
             self._search.step_begins(stage.phase, first=looks_up, eager=variant.config is None)
         if self.gpu.on_gpu:
@@ -178,7 +175,6 @@ class Session:
             return False
         self._step = step = Step(variant=variant, first=first, wanted=wanted, start=clock.seconds())
         step.compiles, step.graphs_before = ran.compiles, ran.graphs
-        recorder.step = run.times.number + 1
         if self._helper is not None:
             captures, ranks = variant.config is not None, run.conditions.ranks
             recorder.executions.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
@@ -191,34 +187,33 @@ class Session:
         if self.gpu.on_gpu and config is not None and config.uses_cudagraphs:
             self.gpu.keep_gradients()
 
-    def step_ends(self, loader: str, batch: Any, accumulated: str = "") -> None:
-        """End a step, and give its time to the contest."""
-        stage, step, recorder, search = self.stage, self._step, self._recorder, self._search
-        recorder.step, search.in_step = None, False
-        if search.called:
-            search.step_ends()
+    def step_ends(self, batch: Any, describe: Callable[[], tuple[str, str]]) -> None:
+        """End a step, and give its time to the contest. ``describe`` returns its loader, and how it accumulates."""
+        step, ran = self._step, self._recorder.executions
+        ran.step = None
+        if self._search.called:
+            self._search.step_ends()
         if self.gpu.on_gpu:
             self.gpu.step_ends()
         if step is None:
             return
-        ran, run = recorder.executions, self._phases[stage.phase]
         kind: StepKind = "eager" if ran.graphs == step.graphs_before else "compiled"
-        if step.repeats and kind == step.kind and ran.compiles == step.compiles:
-            run.times.number += 1
-            run.times.last.steps += 1
+        if (times := step.repeats) and kind == step.kind and ran.compiles == step.compiles:
+            times.number += 1
+            times.last.steps += 1
             return
-        step.kind = kind
+        step.kind, run = kind, self._phases[self.stage.phase]
         if ran.compiles != step.compiles:
-            recorder.collect()
+            self._recorder.collect()
             step.compiling = True
             self.gpu.free_cached()
-        run.end_step(step, stage, loader, batch, accumulated)
+        run.end_step(step, self.stage, batch, *describe())
         if run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
             self.keep_gradients()
         self._step = None
         if not (step.wanted or step.compiling or self._arguments.target_settings.requests.active):
-            self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=True)
+            self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=run.times)
 
     def check(self, phase: Phase | None = None) -> None:
         """At the end of a stage, or of the run, warn once about targets that ran uncompiled, and about slow steps."""
