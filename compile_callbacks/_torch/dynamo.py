@@ -77,21 +77,21 @@ hooks_registered: Callable[[], int] = functools.partial(
 """Returns a number that increases with each hook on any module or tensor of the process."""
 
 
-@optional("modes", lambda: (lambda: None, lambda: -1))
-def transform_checks() -> tuple[Callable[[], Any], Callable[[], int]]:
-    """Return functions for the innermost transform of `torch.func` (or ``None``) and the level of forward AD (or -1).
+@optional("modes", lambda: (int, lambda: -1))
+def transform_checks() -> tuple[Callable[[], int], Callable[[], int]]:
+    """Return functions for the number of active transforms of `torch.func`, and the level of forward AD (or -1).
 
-    Workaround (until torch has public functions for transforms and for the level; no issue).
+    Workaround (until torch has public functions for both; no issue). torch also calls the first one in each call.
     """
     level = functools.partial(operator.attrgetter("_current_level"), forward_ad)
     level()
-    return torch._C._functorch.peek_interpreter_stack, level
+    return torch._C._functorch.get_dynamic_layer_stack_depth, level
 
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode AD is active. Dynamo does not compile within them."""
-    transform, level = transform_checks()
-    return transform() is not None or level() >= 0
+    transforms, level = transform_checks()
+    return bool(transforms() or level() >= 0)
 
 
 def has_call_hooks(module: torch.nn.Module, *, own: bool = True) -> bool:

@@ -49,8 +49,8 @@ class CompiledTarget:
         outer = calling.current
         # In the steady state, only these comparisons run before the compiled function. Each call takes time for them. A
         # function of ours whose code is no longer in the caches of the CPU takes 3 µs.
-        transform, forward_ad_level = self._transform_checks
-        is_transformed = transform() is not None or forward_ad_level() >= 0
+        transforms, forward_ad_level = self._transform_checks
+        is_transformed = transforms() > 0 or forward_ad_level() >= 0
         is_unusual = outer is not None or is_transformed or log.runs_eagerly or log.warnings or not self.called
         if is_unusual and self._runs_call_eagerly(outer, is_transformed):
             return member.eager(*args, **kwargs)

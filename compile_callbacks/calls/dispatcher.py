@@ -15,6 +15,7 @@ from compile_callbacks.targets.target import Callee
 _CALL_SLOT = "_compiled_call_impl"  # nn.Module.compile() sets it, and nn.Module.__call__ calls it
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _ABSENT = object()
+_is_compiling, _is_tracing = torch.compiler.is_compiling, torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 class CallSlot:
@@ -37,7 +38,7 @@ class CallSlot:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the selected function."""
         # While torch traces another target, an export or a logger's graph, this target is a part of that graph.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if _is_compiling() or _is_tracing():  # type: ignore[no-untyped-call]
             return self.eager(*args, **kwargs)
         # For a wrapper such as DDP, Lightning replaces `forward` by a function that calls the step. Its graph would
         # contain the whole step. The methods of Lightning's demo modules are no functions.
