@@ -43,6 +43,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
+# One thread, because the threads of a step wait for each other if other programs use the cores, as on shared machines.
+# Then the step times vary too much to compare, and the first verdict is "not comparable".
+demo: export OMP_NUM_THREADS ?= 1
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py --min-accuracy 0.9 $(ARGS)
 	@printf '\nThe same run again, with the compiled code in the cache:\n\n'
