@@ -86,7 +86,8 @@ class CompileProgress:
     def compile_begins(self, key: CompileKey) -> None:
         """Print a line after one second of compiling, and more lines until `compile_ends`."""
         self.compile_ends()  # of a compile whose end torch did not announce
-        what, started = f"{key.target!r} for the {key.phase} phase", time.perf_counter()
+        candidate = f" ({key.candidate})" if key.candidate else ""
+        what, started = f"{key.target!r} for the {key.phase} phase{candidate}", time.perf_counter()
 
         def print_lines() -> None:
             self._print_line(f"compiling {what} ...")

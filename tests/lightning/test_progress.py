@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from compile_callbacks import CompileWarning, InductorCompile, report_of
+from compile_callbacks import CompileWarning, InductorCompile, Tune, report_of
 from tests.cases.zoo import Calls, breaks
 from tests.support.models import Classifier, batches_of, fit, mlp
 from tests.support.passes import Slow
 
-NET = "compiling 'net' for the train phase"
+NET = "compiling 'net' for the train phase (default)"
 
 pytestmark = pytest.mark.usefixtures("no_codegen")
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("no_codegen")
 def test_a_run_without_a_terminal_logs_what_compiles_and_how_long_it_took(monkeypatch, logged, tmp_path):
     for name in ("FIRST_LINE_SECONDS", "LINE_SECONDS"):
         monkeypatch.setattr(f"compile_callbacks.profiling.recorder.{name}", 0.1)
-    settings = {"baseline_steps": 0, "verify": "off", "cache_dir": tmp_path / "cache"}
+    settings = {"passes": [Slow(0.2)], "verify": "off", "cache_dir": tmp_path / "cache"}
     with pytest.warns(CompileWarning, match="cache_dir has no effect"):  # torch caches no graph with such a pass
-        fit(InductorCompile("default", None, passes=[Slow(0.2)], **settings), train=2, validation=None)
-    assert any(line.startswith("still compiling 'net' for the train phase: ") for line in logged())
+        fit(InductorCompile(Tune(["default"], steps=5), None, **settings), train=12, validation=None)
+    assert any(line.startswith(f"still {NET}: ") for line in logged())
     assert logged().count(f"{NET} ...") == 1
     assert any(line.startswith(f"{NET} took ") for line in logged())
 
