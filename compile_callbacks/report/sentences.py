@@ -130,7 +130,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
         (again, f"measure {phase} again while no other program uses the machine"),
         (verdict == "compile time not repaid" and report.break_even_steps != math.inf, cached),
         (verdict == "too few samples", f"run more {phase} steps{baseline}"),
-        (verdict == "no difference", f"{phase}_mode='auto' tries other modes"),
+        (verdict == "no difference" and not details.trials, f"{phase}_mode='auto' tries other modes"),
         (unsure, f"{phase} has a graph that was not compared with eager ({unsure.get('reason')}): {unsure.get('fix')}"),
     ]
 

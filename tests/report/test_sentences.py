@@ -99,6 +99,8 @@ SENTENCES = [
     (tuned(WON, ("default", "beaten", None), ("m", "not tried", "x")),
      "eager kept: default beaten, m not tried (won in an earlier run)", None),
     (tuned(("eager", "undecided", None), ("default", "undecided", None), mode="tune(default)"), UNDECIDED, None),
+    (tuned(("m", "chosen", None), mode="m", verdict="no difference", eager_step_ms=10.0, compiled_step_ms=9.9),
+     "no difference (10.0 vs 9.90 ms…", None),
     # A phase with only baseline steps.
     ({"mode": "default", "eager_step_ms": 3.0}, "not compiled yet: only eager baseline steps have run", None),
     ({"mode": "default"}, None, None),
