@@ -243,12 +243,11 @@ class PhaseTimes:
     def savings(self, candidate: str | None = None, seconds_outside_steps: float = 0.0) -> tuple[float, float] | None:
         """Return the net seconds that all steps saved, and the compiled steps that break even, or infinity.
 
-        Without a factor between eager and compiled steps, return ``None``. Steps in which torch compiled are a cost.
-        Each compiled step saves the same share of its time: the share by which the medians of `compared` differ, or
-        nothing if the verdict is no difference. So the verdict, the speedup, the net seconds and the break-even agree.
-        In a stage without eager steps, only the steps in which torch compiled count. The break-even is about steps of
-        ``candidate``. The time that steps of other candidates of a `Tune` lost is a cost, like
-        ``seconds_outside_steps``.
+        Without a factor between eager and compiled steps, return ``None``. The costs are steps in which torch compiled,
+        ``seconds_outside_steps``, and the time that other candidates of a `Tune` lost. Each compiled step saves the
+        share of its time by which the medians of `compared` differ, or nothing if the verdict is no difference, so all
+        figures agree. In a stage without eager steps, only the steps in which torch compiled count. The break-even is
+        about steps of ``candidate``.
         """
         reported = self.compared(candidate)
         found = reported.comparison
