@@ -177,7 +177,7 @@ class Session:
         step.compiles, step.graphs_before = ran.compiles, ran.graphs
         if self._helper is not None:
             captures, ranks = variant.config is not None, run.conditions.ranks
-            recorder.executions.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
+            ran.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
         run.times.begin(step, run.conditions.device)
         return step.timed_on is not None
 
