@@ -31,7 +31,7 @@ def remaining_steps(trainer: Trainer) -> Mapping[Phase, float]:
     """
     if trainer.state.fn != "fit":
         batches = {"validate": trainer.num_val_batches, "test": trainer.num_test_batches}
-        return {"infer": float(sum(batches.get(str(trainer.state.fn), trainer.num_predict_batches)))}
+        return {"infer": float(sum(batches.get(trainer.state.fn or "", trainer.num_predict_batches)))}
     estimated = float(trainer.estimated_stepping_batches)  # -1 for batches without a number
     done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
     train = math.inf if estimated < 0 else max(0.0, estimated * trainer.accumulate_grad_batches - done)

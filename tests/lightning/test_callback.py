@@ -51,6 +51,13 @@ def test_every_entry_point_in_any_order_compiles_once_a_phase():
     assert graphs() == (1, 0)  # another module starts a new report
 
 
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_at_most_half_of_the_steps_of_a_short_call_are_eager(call):
+    callback = InductorCompile(None, "default")
+    getattr(trainer(callback), call)(Classifier(), loader(8))
+    assert callback.report.infer.diagnostics.steps == {"compiled": 4}
+
+
 @pytest.mark.parametrize(
     ("accelerator", "mode"), [("cpu", "default"), pytest.param("gpu", "reduce-overhead", marks=pytest.mark.gpu)]
 )
