@@ -82,7 +82,6 @@ SENTENCES = [
     # The line names the net loss that the table shows.
     (compared("slower", 17.1, 83.1, net=-62.3), f"4.9x slower …reports no cause{LOST}{TRY_EAGER}", EAGER),
     (compared("too few samples", 17.1, 83.1, net=-62.3), FEW + LOST, MORE),
-    (compared("too few samples", 17.1, 83.1), FEW, MORE),
     (compared("not compiled", 17.1, 83.1, net=-0.04), UNCOMPILED, None),
     (faster(events=[FREEZING]), f"{FASTER}; {WEIGHTS}", None),
     # The side that lacks samples.
