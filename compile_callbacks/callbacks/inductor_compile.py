@@ -328,12 +328,13 @@ class InductorCompile(Callback):
         if (session := self._active) is None:
             return
         try:
-            session.step_ends(batch, functools.partial(self._describe_step, trainer, dataloader_idx))
+            session.step_ends(batch, self._describe_step, trainer, dataloader_idx)
         except Exception as error:
             self._give_up("measure a step", error)
-        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
-        if session.stage.phase == "train" and every and (batch_idx + 1) % every == 0:
-            self._log_scalars(trainer, details=False)
+        if session.stage.phase == "train":
+            every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of its connectors sets it
+            if every and (batch_idx + 1) % every == 0:
+                self._log_scalars(trainer, details=False)
 
     on_train_batch_end = on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 

@@ -187,7 +187,7 @@ class Session:
         if self.gpu.on_gpu and config is not None and config.uses_cudagraphs:
             self.gpu.keep_gradients()
 
-    def step_ends(self, batch: Any, describe: Callable[[], tuple[str, str]]) -> None:
+    def step_ends(self, batch: Any, describe: Callable[..., tuple[str, str]], *arguments: Any) -> None:
         """End a step, and give its time to the contest. ``describe`` returns its loader, and how it accumulates."""
         step, ran = self._step, self._recorder.executions
         ran.step = None
@@ -207,7 +207,7 @@ class Session:
             self._recorder.collect()
             step.compiling = True
             self.gpu.free_cached()
-        run.end_step(step, self.stage, batch, *describe())
+        run.end_step(step, self.stage, batch, *describe(*arguments))
         if run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
             self.keep_gradients()
