@@ -117,7 +117,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
     code, fix = _why_uncompiled(report)[1] if verdict == "not compiled" else "", recompile.get("fix")
     where = f" ({Path(broken['file']).name}:{broken.get('line', '?')})" if broken.get("file") else ""
     cached = "train longer" if report.cache_hits else "train longer, or set cache_dir to compile only in the first run"
-    baseline = " in the first call, with baseline_steps=10" if (details.compiled_samples or 0) >= MIN_SAMPLES else ""
+    more = " in the first call, with a larger baseline_steps" if (details.compiled_samples or 0) >= MIN_SAMPLES else ""
     again = verdict == "not comparable" or (_noise(report) and verdict in ("slower", "no difference"))
     unsure = next((e for e in details.events if e.get("verdict") == "not compared" and e.get("fix")), {})
     return [
@@ -129,7 +129,7 @@ def _next_steps(phase: Phase, report: PhaseReport) -> list[tuple[Any, str]]:
         (verdict == "slower" and not again, f"{phase}_mode={EAGER!r} leaves the phase eager"),
         (again, f"measure {phase} again while no other program uses the machine"),
         (verdict == "compile time not repaid" and report.break_even_steps != math.inf, cached),
-        (verdict == "too few samples", f"run more {phase} steps{baseline}"),
+        (verdict == "too few samples", f"run more {phase} steps{more}"),
         (verdict == "no difference" and not details.trials, f"{phase}_mode='auto' tries other modes"),
         (unsure, f"{phase} has a graph that was not compared with eager ({unsure.get('reason')}): {unsure.get('fix')}"),
     ]

@@ -27,7 +27,7 @@ NO_EAGER = "too few samples: no eager steps of the same workload, 20 s spent com
 UNCOMPILED = "not compiled: most steps called no compiled graph"
 UNDECIDED = "no candidate is chosen yet: the phase ran too few steps"
 ONE, LAST = "possible cause: 1 recompile (", "possible cause: 2 recompiles (the last: "
-LOST, BASELINE = "; lost 1 min 2 s so far", " in the first call, with baseline_steps=10"
+LOST, BASELINE = "; lost 1 min 2 s so far", " in the first call, with a larger baseline_steps"
 CHOSEN, WON = ("eager", "chosen", None), ("eager", "chosen", "won in an earlier run")
 SHORT = "the 3 steps that remain could save 0.1 s at best"
 
