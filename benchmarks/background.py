@@ -9,12 +9,14 @@ Each way is a new process with an empty cache, and runs ``--steady-steps`` steps
 - load_s: the load of the compiled code, a part of a step;
 - steady_ms: the median of the last steps;
 - first_100_s: the seconds of the first 100 steps;
+- behind_s: the most seconds by which the end of a step lies behind that of the eager run;
 - seconds: the duration of all steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -33,7 +35,7 @@ EAGER, BY_HAND, BACKGROUND = "eager", "by hand", "background"
 MAX_SECONDS = 500
 COLUMNS = {
     "way": "{}", "longest_s": "{:.2f}", "meanwhile": "{}", "meanwhile_ms": "{:.2f}", "load_s": "{:.2f}",
-    "steady_ms": "{:.2f}", "first_100_s": "{:.2f}", "steps": "{}", "seconds": "{:.1f}",
+    "steady_ms": "{:.2f}", "first_100_s": "{:.2f}", "behind_s": "{:.1f}", "steps": "{}", "seconds": "{:.1f}",
 }  # fmt: skip
 COMPARED = {
     "workload": "{}", "longest_s,_by_hand": "{:.1f}", "in_the_background": "{:.1f}",
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace, way: str) -> Row:
     trainer.fit(module, loader([(images, labels)], 10**9))
     row: Row = {"way": way, "steps": len(clock.seconds), "seconds": sum(clock.seconds), "environment": environment()}
     row["steady_ms"] = statistics.median(clock.seconds[-args.steady_steps :]) * 1000
-    row["first_100_s"] = sum(clock.seconds[:100])
+    row |= {"first_100_s": sum(clock.seconds[:100]), "step_s": clock.seconds}
     slowest = sorted(range(len(clock.seconds)), key=lambda i: -clock.seconds[i])[:3]
     row |= {"longest_s": max(clock.seconds), "longest_steps": [(i + 1, round(clock.seconds[i], 3)) for i in slowest]}
     if way == BACKGROUND:
@@ -102,6 +104,12 @@ def run(args: argparse.Namespace, way: str) -> Row:
         }
         row |= {"waited_s": report.compile_seconds, "helper_s": report.background_seconds, "verdict": report.verdict}
     return row
+
+
+def most_behind(step_s: list[float], eager_s: list[float]) -> float:
+    """The most seconds by which steps end later than those of an eager run, which goes on with its median."""
+    eager = itertools.chain(eager_s, itertools.repeat(statistics.median(eager_s)))
+    return max(ours - theirs for ours, theirs in zip(itertools.accumulate(step_s), itertools.accumulate(eager)))  # noqa: B905
 
 
 def compared(workload: str, rows: dict[str, Row]) -> Row:
@@ -131,8 +139,12 @@ def main() -> None:
         write_row(run(args, args.run_way))
         return
     rows: dict[str, Row] = {}
+    step_s: dict[str, list[float]] = {}
     for way in args.ways:
         rows[way] = in_own_process(way)
+        step_s[way] = rows[way].pop("step_s")
+        if EAGER in step_s:
+            rows[way]["behind_s"] = most_behind(step_s[way], step_s[EAGER])
         say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
         found = rows[way].pop("environment")
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
