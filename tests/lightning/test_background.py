@@ -240,7 +240,8 @@ _KILLED = """
 from compile_callbacks import InductorCompile
 from tests.support.background import pids, run
 
-callback = InductorCompile(background=True, baseline_steps=0)
+mode = {"options": {"fallback_by_default": True}}  # a compile of seconds would delay the end of the helper process
+callback = InductorCompile(mode, None, background=True, baseline_steps=0)
 run(callback, lambda report: False, when_waiting=lambda runner: print("helper", *pids(callback), flush=True))
 """
 
