@@ -82,6 +82,7 @@ TABLES = {
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
     "memory": Table("memory.py", 240),
+    "verification_cost": Table("verification_cost.py", 120),
     "warm_start": Table("warm_start.py --pairs 1 --warm-runs 7 --no-moved", 350),
 }
 

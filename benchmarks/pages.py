@@ -33,6 +33,7 @@ import ordinary
 import resnet50
 import tiny_steps
 import verification
+import verification_cost
 import warm_start
 from summaries import SUMMARIES
 from tables import Row, origins, print_columns, read
@@ -118,6 +119,11 @@ steps of a small network, while other processes keep all cores busy.""",
         "verification", verification.show, "Wrong gradients that verification calls equal",
         """The gradients are random, and wrong in the way of the row. Eager's result and the compiled one are within one
 rounding of the truth. The table shows the share of the gradients that are called equal, for each precision.""",
+    ),
+    "verification_cost": Table(
+        "verification_cost", partial(print_columns, verification_cost.COLUMNS), "The comparison with eager",
+        """The median time of the first compiled forward and backward pass, with and without the comparison. Both load
+the compiled code from torch's cache.""",
     ),
     "memory": Table(
         "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",

@@ -207,6 +207,13 @@ def tiny_overhead(machine: str) -> None:
     print("{:.0f} µs longer in `predict`, and {:.0f} µs longer in `fit`".format(*added))
 
 
+def verification_cost(machine: str) -> None:
+    """The time that the comparison with eager adds to the first compiled call."""
+    without, compared = (find(rows_of(f"{machine}/verification_cost"), f'verify="{way}"') for way in ("off", "warn"))
+    seconds = compared["first_call_seconds"], without["first_call_seconds"]
+    print("takes {:.1f} s instead of {:.1f} s".format(*seconds))
+
+
 def fsdp2_step(machine: str) -> None:
     """The figures of FSDP2 in a sentence."""
     rows = rows_of(f"{machine}/fsdp2")
@@ -305,6 +312,6 @@ def warm_seconds(machine: str) -> None:
 
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager, first_compile,
-    chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
+    verification_cost, same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager,
+    first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip
