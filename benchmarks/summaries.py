@@ -207,7 +207,7 @@ def tiny_overhead(machine: str) -> None:
     print("{:.0f} µs longer in `predict`, and {:.0f} µs longer in `fit`".format(*added))
 
 
-def verification_cost(machine: str) -> None:
+def cost_of_comparison(machine: str) -> None:
     """The time that the comparison with eager adds to the first compiled call."""
     without, compared = (find(rows_of(f"{machine}/verification_cost"), f'verify="{way}"') for way in ("off", "warn"))
     seconds = compared["first_call_seconds"], without["first_call_seconds"]
@@ -312,6 +312,6 @@ def warm_seconds(machine: str) -> None:
 
 SUMMARIES = [
     answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    verification_cost, same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager,
+    cost_of_comparison, same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager,
     first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip
