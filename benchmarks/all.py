@@ -59,7 +59,7 @@ TABLES = {
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     **{f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}", 300) for model, size in DUELS},
-    # Two models whose steps the CPU limits: what a CUDA graph of the whole step would still gain.
+    # Two models whose steps the CPU limits: the gain of a CUDA graph of the whole step.
     "duel_graph_resnet50_16": Table("duels.py --model resnet50 --batch-size 16 --ways eager graph", 240),
     "duel_graph_efficientnet_b0_64": Table("duels.py --model efficientnet_b0 --batch-size 64 --ways eager graph", 300),
     "resnet50_train_16": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 16", 450),

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, way: str) -> Row:
 
 
 def most_behind(step_s: list[float], eager_s: list[float]) -> float:
-    """The most seconds by which steps end later than those of an eager run, which goes on with its median."""
+    """The most seconds by which steps end later than those of an eager run, which continues with its median."""
     eager = itertools.chain(eager_s, itertools.repeat(statistics.median(eager_s)))
     return max(ours - theirs for ours, theirs in zip(itertools.accumulate(step_s), itertools.accumulate(eager)))  # noqa: B905
 

@@ -27,7 +27,7 @@ COLUMNS = {"model": "{}", "batch_size": "{}", "way": "{}", "first_call_seconds":
 
 
 def first_call(net: nn.Module, batch: torch.Tensor, verify: Literal["off", "warn"]) -> tuple[float, str | None]:
-    """Return the seconds of the first compiled training call, and what was compared."""
+    """Return the seconds of the first compiled training call, and the result of the comparison."""
     torch._dynamo.reset()
     net = compile_phases(copy.deepcopy(net), verify=verify)
     synchronize()

@@ -52,7 +52,7 @@ class Step:
     variant: Variant = EAGER_VARIANT  # that the contest chose
     first: bool = False  # of its stage or epoch
     wanted: bool = False  # whether the contest wants the time of the step
-    repeats: PhaseTimes | None = None  # where further steps are only counted, for which it stands
+    repeats: PhaseTimes | None = None  # counts the further steps for which this one stands
     compiles: int = 0  # the recorder's number of compiles at the start
     graphs_before: int = 0  # the recorder's number of executed graphs at the start
     start: Any = 0.0  # a result of `clock.now`

@@ -247,7 +247,7 @@ def data_of(spec: Spec) -> pl.LightningDataModule:
 def assert_counts_are_torchs(report: CompileReport) -> None:
     train, infer = report.train, report.infer
     assert train.graphs + infer.graphs == utils.counters["stats"]["unique_graphs"] > 0
-    # In torch 2.11, a block that two targets share is compiled anew for the second one: not a recompile of a target.
+    # In torch 2.11, a block that two targets share is compiled again for the second one: not a recompile of a target.
     reasons = [(metrics, metrics.recompile_reason or "") for metrics in utils.get_compilation_metrics()]
     traces = [metrics for metrics, reason in reasons if reason and "BACKEND_MATCH" not in reason]
     recompiles = [metrics for metrics in traces if "recompile limit exceeded" not in (metrics.fail_reason or "")]

@@ -1,4 +1,4 @@
-"""Passes that keep torch's cache out of a test. Some change what a graph computes."""
+"""Passes that keep torch's cache out of a test. Some change the results of a graph."""
 
 from __future__ import annotations
 
