@@ -188,7 +188,7 @@ class Session:
             self.gpu.keep_gradients()
 
     def step_ends(self, batch: Any, describe: Callable[..., tuple[str, str]], *arguments: Any) -> None:
-        """End a step, and give its time to the contest. ``describe`` returns its loader, and how it accumulates."""
+        """End a step. If it is measured, ``describe(*arguments)`` returns its loader, and how it accumulates."""
         step, ran = self._step, self._recorder.executions
         ran.step = None
         if self._search.called:
