@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,25 +34,27 @@ class Fast(Settings):
         return FAST
 
     def variant(
-        self, devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
+        self,
+        devices: Collection[torch.device],
+        sharded: str | None,
+        shapes: Mapping[str, float],
+        of_rank_zero: Callable[[str | None], str | None] = lambda value: value,
     ) -> Variant:
         """Choose the config when the eager steps of a phase end.
 
         Args:
             devices: The devices of the weights.
             sharded: Why CUDA graphs cannot use the weights, if they are sharded.
-            ranks: The number of processes.
             shapes: The share of the most frequent set of sizes in the eager calls of each target.
+            of_rank_zero: Returns the value of rank zero on each rank, if several processes train together.
         """
-        doubt = _doubt(devices, sharded, ranks, shapes if self.shapes is None else self.shapes)
+        doubt = of_rank_zero(_doubt(devices, sharded, shapes if self.shapes is None else self.shapes))
         if doubt:
             return Variant(InductorConfig(), reason=doubt)
         return Variant(InductorConfig(mode="reduce-overhead"), static=True, reason="equal shapes on one GPU")
 
 
-def _doubt(
-    devices: Collection[torch.device], sharded: str | None, ranks: int, shapes: Mapping[str, float]
-) -> str | None:
+def _doubt(devices: Collection[torch.device], sharded: str | None, shapes: Mapping[str, float]) -> str | None:
     """Return the reason not to use CUDA graphs, or ``None``."""
     if all(device.type != "cuda" for device in devices):
         return "the weights are not on a GPU"
@@ -62,8 +64,6 @@ def _doubt(
         return "the GPU is not from NVIDIA"
     if sharded is not None:
         return "the weights are sharded"
-    if ranks > 1:
-        return "several processes train together"
     if threading.current_thread() is not threading.main_thread():  # torch 2.11 raises there
         return "the steps do not run in the main thread"
     if (allocator := torch.cuda.get_allocator_backend()) != "native":

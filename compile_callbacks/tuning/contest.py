@@ -144,11 +144,12 @@ class Contest:
 
     def _has_baseline(self, block: list[Step]) -> bool:
         """Return whether the eager steps have enough samples, or take half of the steps of the run."""
-        half = (self.steps_left + len(block)) / 2
-        wanted = min(self.conditions.baseline_steps if self.settings else 0, half - WARMUP_STEPS)
+        half, wanted = (self.steps_left + len(block)) / 2, self.conditions.baseline_steps if self.settings else 0
+        if wanted and self.phase == "train" and isinstance(self.settings, Fast) and self.conditions.ranks > 1:
+            return len(block) >= wanted + WARMUP_STEPS  # all ranks use rank zero's choice, so in the same step
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives none.
         is_long = len(block) + 1 > min(2 * wanted + WARMUP_STEPS, half)
-        return is_long or sum(step.is_sample for step in block) >= wanted
+        return is_long or sum(step.is_sample for step in block) >= min(wanted, half - WARMUP_STEPS)
 
     def end_baseline(self) -> None:
         """Choose the only config of the phase, unless it is chosen."""
@@ -157,8 +158,8 @@ class Contest:
             self.decision = self._variant_of_fast(self.settings) if isinstance(self.settings, Fast) else only
 
     def _variant_of_fast(self, fast: Fast) -> Variant:
-        conditions = self.conditions
-        return fast.variant(conditions.devices(), conditions.sharded, conditions.ranks, conditions.shapes())
+        now = self.conditions
+        return fast.variant(now.devices(), now.sharded, now.shapes(), now.of_rank_zero)
 
     def give_up_cuda_graphs(self, variant: Variant, reason: str) -> bool:
         """Continue with the mode "default", and return whether this changes the phase, which has chosen ``variant``."""

@@ -20,18 +20,17 @@ FAST = InductorCompile().arguments.configs["train"]
 CPU, GPU, OTHER = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ALIKE, WHY = {"net": 1.0}, "equal shapes on one GPU"
 
-# The devices of the weights, why they are sharded, the number of processes, and the share of the usual shapes.
+# The devices of the weights, why they are sharded, and the share of the usual shapes.
 CHOICES = [
-    ({GPU}, None, 1, ALIKE, WHY),
-    ({GPU}, None, 1, {"net": 4 / 6}, WHY),
-    ({GPU}, None, 1, {"net": 1.0, "head": 0.6}, "40% of the calls of 'head' have other shapes"),
-    ({GPU}, None, 1, {}, "no eager step has shown the shapes"),
-    ({GPU}, None, 2, ALIKE, "several processes train together"),
-    ({GPU}, "they are sharded", 1, ALIKE, "the weights are sharded"),
-    ({GPU, OTHER}, None, 1, ALIKE, "the weights are on several devices"),
-    ({GPU, CPU}, None, 1, ALIKE, "the weights are on several devices"),
-    ({CPU}, None, 1, ALIKE, "the weights are not on a GPU"),
-    (set(), None, 1, ALIKE, "the weights are not on a GPU"),
+    ({GPU}, None, ALIKE, WHY),
+    ({GPU}, None, {"net": 4 / 6}, WHY),
+    ({GPU}, None, {"net": 1.0, "head": 0.6}, "40% of the calls of 'head' have other shapes"),
+    ({GPU}, None, {}, "no eager step has shown the shapes"),
+    ({GPU}, "they are sharded", ALIKE, "the weights are sharded"),
+    ({GPU, OTHER}, None, ALIKE, "the weights are on several devices"),
+    ({GPU, CPU}, None, ALIKE, "the weights are on several devices"),
+    ({CPU}, None, ALIKE, "the weights are not on a GPU"),
+    (set(), None, ALIKE, "the weights are not on a GPU"),
 ]
 
 
@@ -51,13 +50,13 @@ def test_cuda_graphs_need_an_nvidia_gpu_and_the_allocator_of_torch(monkeypatch):
         (torch.version, "hip", "6.4", "the GPU is not from NVIDIA"),
     ):
         monkeypatch.setattr(module, name, value)
-        assert FAST.variant({GPU}, None, 1, ALIKE)[-2:] == (False, reason)
+        assert FAST.variant({GPU}, None, ALIKE)[-2:] == (False, reason)
 
 
 def test_cuda_graphs_need_the_main_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     with ThreadPoolExecutor() as threads:
-        variant = threads.submit(FAST.variant, {GPU}, None, 1, ALIKE).result()
+        variant = threads.submit(FAST.variant, {GPU}, None, ALIKE).result()
     assert variant[-2:] == (False, "the steps do not run in the main thread")
 
 
@@ -88,7 +87,7 @@ def test_a_backend_chooses_by_its_samples():
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Let "fast" choose as it does on a GPU, but a config that works on a CPU."""
-    chosen = FAST.variant({CPU}, None, 1, {})._replace(static=True, reason=WHY)
+    chosen = FAST.variant({CPU}, None, {})._replace(static=True, reason=WHY)
     monkeypatch.setattr(type(FAST), "variant", lambda *facts: chosen)
 
 

@@ -14,7 +14,7 @@ from tests.support.pairs import Pair, made_once, run_pair
 from tests.support.processes import run_in_new_process
 
 SAME = ["plain", "find_unused_parameters", "accumulation"]
-CASES = [*SAME, "failure", "uneven", "tuned"]
+CASES = [*SAME, "agreed", "failure", "uneven", "tuned"]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -57,6 +57,16 @@ def test_a_run_of_two_processes_equals_the_same_run_without_the_callback(pair, c
         assert result["warnings"] == []
     assert len({result["compiled"]["state"]["net.0.weight"][0] for result in results}) == 1
     assert results[0]["compiled"]["losses"] != results[1]["compiled"]["losses"]  # each has its own data
+
+
+def test_the_processes_agree_on_what_fast_becomes_in_training(pair):
+    mode = {"cpu": "default", "gpu": "reduce-overhead"}[pair.accelerator]
+    reason = {"cpu": "the weights are not on a GPU", "gpu": "equal shapes on one GPU"}[pair.accelerator]
+    for case in ("plain", "agreed"):
+        for result in pair(case):
+            train = result["report"]["train"]
+            assert (train["mode"], train["mode_reason"]) == (mode, reason)
+            assert_equal(result, pair.close)
 
 
 def test_rank_zero_alone_prints_and_writes_the_report(pair):

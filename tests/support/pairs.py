@@ -117,7 +117,7 @@ class Pair:
     """The results of each of two processes for each case."""
 
     def __init__(self, folder: Path, accelerator: str) -> None:
-        self.folder = folder
+        self.folder, self.accelerator = folder, accelerator
         self.close = FLOAT32_ON_GPU if accelerator == "gpu" else FLOAT32
 
     def __call__(self, case: str) -> list[dict[str, Any]]:

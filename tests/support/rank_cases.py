@@ -20,13 +20,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from compile_callbacks import InductorCompile, Tune
-from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, loader, seeded, trainer
+from tests.support.models import CLASSES, FEATURES, Classifier, RecordingLogger, batches_of, loader, seeded, trainer
 from tests.support.pairs import ACCELERATOR, BACKEND, join, run_cases
 from tests.support.passes import Uncached
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 GROUPS = itertools.count()
+MODE = {"cpu": "fast", "gpu": "reduce-overhead"}[ACCELERATOR]  # without eager steps, "fast" is "default"
 
 
 def fit(module: Classifier, *callbacks: pl.Callback, timeout: float = 600, ddp: Any = None, **settings: Any) -> Any:
@@ -53,7 +54,7 @@ def report_of(ours: InductorCompile) -> dict[str, Any]:
 
 def both(make: Any = Classifier, *, ours: Any = None, **settings: Any) -> Any:
     """A run without the callback, and the same with it."""
-    ours = ours or InductorCompile(baseline_steps=0)
+    ours = ours or InductorCompile(MODE, MODE, baseline_steps=0)
     eager, compiled = seeded(make), seeded(make)
     fit(eager, **settings)
     fit(compiled, ours, **settings)
@@ -90,6 +91,12 @@ class Wide(Classifier):
 
 def plain() -> dict[str, Any]:
     return both(ours=InductorCompile(baseline_steps=2), max_epochs=2, logger=RecordingLogger(FOLDER))
+
+
+def agreed() -> dict[str, Any]:
+    """Half of the batches of the second process are smaller."""
+    train = batches_of(*[4, 4 - 2 * RANK] * 6)
+    return both(ours=InductorCompile(baseline_steps=4), train=train, use_distributed_sampler=False)
 
 
 def find_unused_parameters() -> dict[str, Any]:
