@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compile_callbacks._torch import torch_2_11
 from compile_callbacks._torch.ports import optional
 
 
@@ -42,8 +41,7 @@ class GraphBreak(NamedTuple):
 def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
     """Return the graph breaks of this process without the first ``after``, and the number of all graph breaks."""
     reasons = torch._dynamo.utils.graph_break_reasons
-    if len(reasons) < after:  # torch._dynamo.reset() has emptied the list
-        after = 0
+    after = 0 if len(reasons) < after else after  # torch._dynamo.reset() empties the list
     breaks = []
     for reason in reasons[after:]:
         where = reason.user_stack[-1] if reason.user_stack else None
@@ -53,9 +51,12 @@ def graph_breaks(after: int) -> tuple[list[GraphBreak], int]:
 
 @optional("compile metrics", lambda: None)
 def recompile_reason() -> str | None:
-    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile."""
+    """Return the guard that failed when torch announces a recompile, or ``None`` when it announces a first compile.
+
+    Workaround (torch<2.13; pytorch#178351): torch announces the first compile of a backend as a recompile.
+    """
     reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason")
-    return reason if isinstance(reason, str) and not torch_2_11.is_first_compile(reason) else None
+    return reason if isinstance(reason, str) and "BACKEND_MATCH" not in reason else None
 
 
 @optional("compile metrics", list)

@@ -7,7 +7,7 @@ import functools
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -143,17 +143,12 @@ def _forget_constants() -> None:
 _cuda_graphs = types.SimpleNamespace(run=True)  # for the process, because autograd has threads of its own
 
 
-@contextlib.contextmanager
-def without_cuda_graphs() -> Iterator[None]:
-    """Run the code that `compile_graph` compiled without its CUDA graphs, so that torch records none.
+def without_cuda_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Within the ``with`` block, code of `compile_graph` runs without its CUDA graphs, so that torch records none.
 
     Workaround (until torch can run compiled code without CUDA graphs; no issue): ``cudagraphify`` is replaced.
     """
-    _cuda_graphs.run = False
-    try:
-        yield
-    finally:
-        _cuda_graphs.run = True
+    return patch.object(_cuda_graphs, "run", False)
 
 
 def _switchable_cuda_graphs() -> Any:
@@ -186,6 +181,17 @@ def end_failed_warmup(device_index: int) -> None:
         node.tensor_weakrefs += missing
         node.outputs_weakrefs += missing
         manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
+
+
+@optional("CUDA graphs")
+def forget_marked_steps() -> None:
+    """Let torch find out by itself where a step of the user's CUDA graphs begins, as before the first mark.
+
+    Workaround (until `torch.compiler` can end what ``cudagraph_mark_step_begin`` begins; no issue): after a mark, torch
+    waits for the next one, and records a CUDA graph in each step of a loop without marks (2.11 to 2.15).
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:  # the first mark imports it
+        torch._inductor.cudagraph_trees.MarkStepBox.mark_step_counter = 0
 
 
 @optional("graph passes")

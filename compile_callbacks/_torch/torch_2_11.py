@@ -25,14 +25,6 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
-def is_first_compile(reason: str) -> bool:
-    """Return whether a reason for a recompile only says that another backend has compiled the code.
-
-    Workaround (torch<2.13; pytorch#178351): torch announces the first compile of a backend as a recompile.
-    """
-    return "BACKEND_MATCH" in reason
-
-
 def trace_settings(*, frozen: bool) -> dict[str, bool]:
     """Return the settings of Dynamo without which it does not notice some changes of a module.
 

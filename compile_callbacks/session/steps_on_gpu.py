@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from compile_callbacks import _torch
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.config.inductor_config import Variant
 
@@ -30,7 +31,7 @@ class StepsOnGpu:
     def step_begins(self, phase: Phase, variant: Variant) -> None:
         """Begin a step."""
         if variant.config is not None and variant.config.uses_cudagraphs:
-            # The counter of these calls belongs to the process, and also ends the steps of the user's own CUDA graphs.
+            # These marks belong to the process, so they also end the steps of the user's own CUDA graphs.
             torch.compiler.cudagraph_mark_step_begin()
         # Another callback of the trainer may have changed the setting already.
         is_separate = torch.autograd.is_multithreading_enabled()
@@ -62,6 +63,7 @@ class StepsOnGpu:
     def end(self) -> None:
         """End the run, also after an exception within a step."""
         self.step_ends()
+        _torch.inductor.forget_marked_steps()
         # After an exception, a later graph may have overwritten gradients. Moving them would hide the exception.
         for parameter in self._module.parameters() if self.on_gpu else ():
             try:

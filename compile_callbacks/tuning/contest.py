@@ -62,8 +62,7 @@ class Contest:
     tell: Callable[[str], None]  # prints the choice of a `Tune`, or records that the only config is slower
 
     def __init__(self, phase: Phase, settings: PhaseConfig) -> None:
-        self.phase = phase
-        self.settings = settings
+        self.phase, self.settings = phase, settings
         self.conditions = Conditions()
         self.steps_left = math.inf
         """The steps of the phase that remain in the run."""
