@@ -3,7 +3,7 @@
 python benchmarks/all.py --output FOLDER [--gpus 1] [--tables NAME ...] [--seconds 580] [--list]
 
 A call runs the tables in their order, as many at the same time as the --gpus allow. Each table has its own GPUs and the
-same share of the cores. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
+same share of the cores. Only `DUELS` duels share a GPU: one of them measures, and the others compile. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
 in the folder --output is not run again, so the next call runs the other tables. Each script writes its rows as it
 measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A table that does
 not end in time stays a part. FOLDER/NAME.log has the output of the script.
@@ -29,8 +29,9 @@ from pathlib import Path
 
 from tables import say
 
-ORDINARY = {"vit_b_16": 300, "bert": 450, "gpt2": 300, "convnext_tiny": 450, "efficientnet_b0": 570, "unet": 250}
-DUELS = [("resnet50", 16), ("resnet50", 128), ("bert", 16), ("convnext_tiny", 32), ("efficientnet_b0", 64),
+
+DUELS = 2  # that share a GPU
+ROWS = [("resnet50", 16), ("resnet50", 128), ("bert", 16), ("convnext_tiny", 32), ("efficientnet_b0", 64),
          ("gpt2", 8), ("unet", 16), ("vit_b_16", 32)]  # fmt: skip
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
 # Steps that the CPU limits vary by a factor of two within seconds, so their medians need many blocks.
@@ -45,6 +46,7 @@ class Table:
     command: str
     seconds: int
     gpus: int = 1
+    lanes: int = DUELS  # the part of a GPU that it needs
 
 
 TABLES = {
@@ -58,27 +60,18 @@ TABLES = {
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
-    **{f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}", 300) for model, size in DUELS},
-    # Two models whose steps the CPU limits: the gain of a CUDA graph of the whole step.
-    "duel_graph_resnet50_16": Table("duels.py --model resnet50 --batch-size 16 --ways eager graph", 240),
-    "duel_graph_efficientnet_b0_64": Table("duels.py --model efficientnet_b0 --batch-size 64 --ways eager graph", 300),
-    "resnet50_train_16": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 16", 450),
-    "resnet50_train_128": Table(f"resnet50.py --phase train {PRECISE} 40 --batch-sizes 128", 450),
-    "resnet50_infer": Table(
-        f"resnet50.py --phase infer {PRECISE} 10 --batch-sizes 1 128 --infer-run-steps 100000 15000", 240
-    ),
     **{
-        f"ordinary_{name}": Table(f"ordinary.py {PRECISE} 20 --model {name}", seconds)
-        for name, seconds in ORDINARY.items()
+        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}", 280, lanes=1)
+        for model, size in ROWS
     },
+    "resnet50_infer": Table(
+        f"resnet50.py --phase infer {PRECISE} 10 --batch-sizes 1 128 "
+        "--infer-run-steps 100000 15000 --ways eager frozen auto",
+        200,
+    ),
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),
-    "background_vit": Table(f"{BACKGROUND} --model vit_b_16 --batch-size 32 --mode reduce-overhead", 180),
     "background_gpt2": Table(f"{BACKGROUND} --model gpt2 --batch-size 8 --mode default", 180),
-    **{
-        f"background_{name}": Table(f"{BACKGROUND} --model {name} --batch-size {size}", 150)
-        for name, size in {"bert": 16, "convnext_tiny": 32, "efficientnet_b0": 64, "unet": 16}.items()
-    },
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
     "memory": Table("memory.py", 240),
@@ -90,19 +83,20 @@ TABLES = {
 class Running:
     """A script that runs, on some of the GPUs."""
 
-    def __init__(self, name: str, gpus: list[int], of: int, output: Path, more: Sequence[str]) -> None:
-        self.name, self.gpus, self._began = name, gpus, time.perf_counter()
+    def __init__(self, name: str, lanes: list[int], of: int, output: Path, more: Sequence[str]) -> None:
+        self.name, self.lanes, self._began = name, lanes, time.perf_counter()
+        self.gpus = sorted({lane // DUELS for lane in lanes})
         self._part, self._file = output / f"{name}.json.part", output / f"{name}.json"
         script, *options = shlex.split(TABLES[name].command)
         command = [sys.executable, str(HERE / script), *options, *more, "--json", str(self._part)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(of)))).split(",")
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in gpus)}
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in self.gpus)}
         with (output / f"{name}.log").open("w") as log:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **devices}, stdout=log, stderr=log, start_new_session=True
             )
         cores = sorted(os.sched_getaffinity(0))
-        mine = {core for number, core in enumerate(cores) if number * of // len(cores) in gpus}
+        mine = {core for number, core in enumerate(cores) if number * of * DUELS // len(cores) in lanes}
         os.sched_setaffinity(self._process.pid, mine or cores)
 
     def has_ended(self) -> bool:
@@ -124,17 +118,21 @@ class Running:
 
 def run(names: list[str], gpus: int, seconds: float, output: Path, more: Sequence[str]) -> None:
     """Run tables until all have ended, or until the time is used up."""
-    ends, free, running = time.perf_counter() + seconds, list(range(gpus)), list[Running]()
+    ends, free, running = time.perf_counter() + seconds, list(range(gpus * DUELS)), list[Running]()
     try:
         while True:
             left = ends - time.perf_counter()
             for script in [script for script in running if script.has_ended()]:
                 script.end()
                 running.remove(script)
-                free = sorted(free + script.gpus)
+                free = sorted(free + script.lanes)
             for name in list(names):
-                if TABLES[name].gpus <= len(free) and TABLES[name].seconds <= left:
-                    mine, free = free[: TABLES[name].gpus], free[TABLES[name].gpus :]
+                table = TABLES[name]
+                of_gpus = [[lane for lane in free if lane // DUELS == gpu] for gpu in range(gpus)]
+                fitting = sorted((lanes for lanes in of_gpus if len(lanes) >= table.lanes), key=len, reverse=True)
+                if table.gpus <= len(fitting) and table.seconds <= left:
+                    mine = [lane for lanes in fitting[: table.gpus] for lane in lanes[: table.lanes]]
+                    free = [lane for lane in free if lane not in mine]
                     names.remove(name)
                     running.append(Running(name, mine, gpus, output, more))
             if not running or left < 0:

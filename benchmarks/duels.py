@@ -1,27 +1,31 @@
-"""Ways to train a model, timed in one process in alternating blocks: eager, compiled by hand, and the bare line.
+"""Ways to train a model, timed in one process in alternating blocks: eager, compiled by hand, and this library.
 
-Each way is a Trainer in its own thread, the bare line in the main thread, and one of them runs at a time. Each pair of
-blocks gives one ratio, so that a machine that becomes faster or slower favors no way. The way "graph of the step" is no
-Trainer: it is a CUDA graph of forward pass, backward pass and fused optimizer, the least time that launching the same
-kernels can take.
+A block is a `Trainer.fit` of some steps, timed after its first steps. The blocks of all ways alternate, in both orders,
+and each pair of blocks gives one ratio, so that a machine that becomes faster or slower favors no way. The way "graph
+of the step" is no Trainer: it is a CUDA graph of forward pass, backward pass and fused optimizer, the least time that
+launching the same kernels can take. Scripts that share a GPU measure one after another, and compile at the same time.
 
-python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager graph ...] [--json FILE]
+python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager bare ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from models import make
 from tables import Row, compare_blocks, parser_for, print_columns, save, say, summarize, with_interval
 from torch import nn
-from torch._inductor import cudagraph_trees
-from trainer import Classifier, make_trainer, synchronize
+from trainer import BlockClock, Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorCompile
 
@@ -29,114 +33,130 @@ WAYS = {
     "eager": "eager",
     "default": "net.compile()",
     "reduce-overhead": 'net.compile(mode="reduce-overhead")',
+    "bare": "InductorCompile()",
+    "in default": 'InductorCompile("default")',
+    "auto": 'InductorCompile("auto")',
     "graph": "graph of the step",
 }
-BARE = "InductorCompile()"
-COLUMNS = {"model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "step_ms": "{:.3f}", "over_eager": "{}",
-           "over_default": "{}", "over_reduce-overhead": "{}"}  # fmt: skip
+MODES = {"bare": (), "in default": ("default",), "auto": ("auto",)}
+COMPARED = "eager", "default", "reduce-overhead", "bare"
+COLUMNS = {"model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "step_ms": "{:.3f}"}
+COLUMNS |= {f"over_{way}": "{}" for way in COMPARED}
+WARM_UP_STEPS = 8  # of a block; the first ones allocate the optimizer's state and may record a CUDA graph
+RUN_STEPS = 15_000  # the announced length of each run, with which the callback plans
 
 
-class Turns:
-    """The batches of one way, which wait for its turn before each block."""
+class EndsEarly(Classifier):
+    """Ends a run after some steps, and leaves its weights on the GPU, where torch has recorded their addresses."""
 
-    def __init__(self, batch: Any, args: Any) -> None:
-        self.batch, self.args = batch, args
-        self.turn, self.ready = threading.Semaphore(0), threading.Semaphore(0)
-        self.block_ms = 0.0
+    last = 0
 
-    def __len__(self) -> int:
-        return self.args.prepare_steps + self.args.pairs * self.args.block_steps
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == self.last else None  # which ends the epoch
 
-    def __iter__(self) -> Iterator[Any]:
-        for steps in (self.args.prepare_steps, *[self.args.block_steps] * self.args.pairs):
-            self.turn.acquire()
-            yield from self.block(steps)
-            self.ready.release()
+    def cpu(self):
+        return self
 
-    def block(self, steps: int) -> Iterator[Any]:
-        """Yield the batches of a block, and time their steps."""
+
+class Block(BlockClock):
+    """Times the last steps of a run."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx in (self.block, pl_module.last):
+            self.mark()
+
+
+class Way:
+    """A way to train, whose compiled code remains from block to block."""
+
+    def __init__(self, way: str, args: Any) -> None:
+        net, inputs, labels = make(args.model, args.batch_size, args.image_size, args.device)
+        self.device, self.batches = args.device, loader([(inputs, labels)], RUN_STEPS)
+        self.callback = InductorCompile(*MODES[way]) if way in MODES else None
+        if way in ("default", "reduce-overhead"):
+            net.compile(mode=None if way == "default" else way)
+        self.module = EndsEarly(net)
+
+    def run(self, warm_up_steps: int, steps: int) -> float:
+        """Run a block, and return the milliseconds of a step."""
+        self.module.last, block = warm_up_steps + steps, Block(warm_up_steps)
+        callbacks = [block] if self.callback is None else [block, self.callback]
+        make_trainer(self.device, *callbacks, num_sanity_val_steps=0).fit(self.module, self.batches)
+        return (block.marks[1] - block.marks[0]) / steps * 1000
+
+    @property
+    def has_chosen(self) -> bool:
+        trials = self.callback.report.train.diagnostics.trials if self.callback else ()
+        return not trials or any(trial["verdict"] == "chosen" for trial in trials)
+
+
+class GraphOfStep:
+    """The CUDA graph of a training step."""
+
+    callback, has_chosen = None, True
+
+    def __init__(self, args: Any) -> None:
+        net, inputs, labels = make(args.model, args.batch_size, args.image_size, args.device)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                loss = nn.functional.cross_entropy(compiled(inputs), labels)
+            loss.backward()
+            optimizer.step()
+
+        compiled, self.graph, stream = torch.compile(net), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            step()
+
+    def run(self, warm_up_steps: int, steps: int) -> float:
+        """Replay the graph, and return the milliseconds of a step."""
         synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            yield self.batch
+            self.graph.replay()
         synchronize()
-        self.block_ms = (time.perf_counter() - began) / steps * 1000
-
-    def run_block(self) -> float:
-        """Let the way run its next block, and return the milliseconds of a step."""
-        self.turn.release()
-        self.ready.acquire()
-        return self.block_ms
+        return (time.perf_counter() - began) / steps * 1000
 
 
-class Rounds(Turns):
-    """The batches of the way in the main thread, which lets the other ways run their blocks before or after its own."""
-
-    def __init__(self, batch: Any, args: Any, others: Mapping[str, Callable[[], float]]) -> None:
-        super().__init__(batch, args)
-        self.others = others
-        self.samples: dict[str, list[float]] = {way: [] for way in (*others, BARE)}
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.block(self.args.prepare_steps)
-        for number in range(self.args.pairs):
-            for way in reversed(self.samples) if number % 2 else self.samples:
-                if way == BARE:
-                    yield from self.block(self.args.block_steps)
-                self.samples[way].append(self.block_ms if way == BARE else self.others[way]())
+@contextlib.contextmanager
+def only_script_on_this_gpu() -> Iterator[None]:
+    """Wait until no other script measures on the GPU."""
+    path = Path(tempfile.gettempdir(), f"gpu_{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}.lock")
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def by_hand_way(way: str, args: Any) -> Callable[[], float]:
-    """Start the Trainer of a way in a thread, and return the function that runs its next block."""
-    net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
-    if way != "eager":
-        net.compile(mode=None if way == "default" else way)
-    turns = Turns(batch, args)
-
-    def fit() -> None:
-        try:
-            if args.device == "cuda":  # torch 2.11 does so for the main thread only
-                states = {"tree_manager_containers": {}, "tree_manager_locks": defaultdict(threading.Lock)}
-                for name, state in states.items():
-                    setattr(cudagraph_trees.local, name, state)
-                    torch._C._stash_obj_in_tls(name, state)
-            make_trainer(args.device, num_sanity_val_steps=0).fit(Classifier(net), turns)
-        finally:
-            turns.ready.release()  # after an error, too
-
-    threading.Thread(target=fit, name=way, daemon=True).start()
-    return turns.run_block
-
-
-def graph_way(args: Any) -> Callable[[], float]:
-    """Record the CUDA graph of a training step, and return the function that replays it for a block."""
-    net, inputs, labels = make(args.model, args.batch_size, args.image_size, args.device)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            loss = nn.functional.cross_entropy(compiled(inputs), labels)
-        loss.backward()
-        optimizer.step()
-
-    compiled, graph, stream = torch.compile(net), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        step()
-
-    def run_block() -> float:
-        synchronize()
+def prepared(args: Any) -> dict[str, Any]:
+    """The ways, compiled."""
+    ways: dict[str, Any] = {}
+    for name in args.ways:
         began = time.perf_counter()
-        for _ in range(args.block_steps):
-            graph.replay()
-        synchronize()
-        return (time.perf_counter() - began) / args.block_steps * 1000
+        way = ways[name] = GraphOfStep(args) if name == "graph" else Way(name, args)
+        way.run(WARM_UP_STEPS, 30)  # more than the eager steps of the callback
+        while not way.has_chosen:
+            way.run(1, args.prepare_steps)
+        say(f"{args.model}, batch {args.batch_size}: {name} is ready after {time.perf_counter() - began:.0f} s")
+    return ways
 
-    return run_block
+
+def rows_of(ways: Mapping[str, Any], block_ms: Mapping[str, list[float]]) -> Iterator[Row]:
+    """The row of each way, with its speedups over other ways."""
+    for name, values in block_ms.items():
+        row = {"way": WAYS[name], "mode": "", **summarize(values), "block_ms": values}
+        if (callback := ways[name].callback) is not None:
+            train = callback.report.train
+            row |= {"mode": train.mode, "trials": list(train.diagnostics.trials)}
+        for other in COMPARED:
+            if other in block_ms and other != name:
+                row[f"over_{other}"] = with_interval(compare_blocks(block_ms[other], values))
+        yield row
 
 
 def main() -> None:
@@ -147,28 +167,21 @@ def main() -> None:
     add("--image-size", type=int, default=224)
     add("--pairs", type=int, default=12, help="number of blocks of each way")
     add("--block-steps", type=int, default=20)
-    add("--prepare-steps", type=int, default=660, help="untimed steps; the callback times half of its first 600")
-    add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead"])
+    add("--prepare-steps", type=int, default=660, help="steps of the callback first; it times half of its first 600")
+    add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead", "bare"])
     args = parser.parse_args()
-    others: dict[str, Callable[[], float]] = {}
-    for way in args.ways:
-        began = time.perf_counter()
-        others[way] = graph_way(args) if way == "graph" else by_hand_way(way, args)
-        others[way]()  # the steps that prepare
-        say(f"{args.model}, batch {args.batch_size}: {way} is ready after {time.perf_counter() - began:.0f} s")
-    net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
-    callback, rounds = InductorCompile(), Rounds(batch, args, others)
-    make_trainer(args.device, callback, num_sanity_val_steps=0).fit(Classifier(net), rounds)
-    blocks = rounds.samples
-    rows: list[Row] = []
-    for way, block_ms in blocks.items():
-        mode = callback.report.train.mode if way == BARE else ""
-        row = {"model": args.model, "batch_size": args.batch_size, "way": WAYS.get(way, way), "mode": mode}
-        row |= summarize(block_ms) | {"block_ms": block_ms}
-        for other in ("eager", "default", "reduce-overhead"):
-            if other in blocks and other != way:
-                row[f"over_{other}"] = with_interval(compare_blocks(blocks[other], block_ms))
-        rows.append(row)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high")
+    ways = prepared(args)
+    block_ms: dict[str, list[float]] = {name: [] for name in ways}
+    with only_script_on_this_gpu():
+        for name in MODES.keys() & ways.keys():
+            ways[name].run(1, args.prepare_steps)
+        for number in range(args.pairs):
+            for name in reversed(ways) if number % 2 else ways:
+                block_ms[name].append(ways[name].run(WARM_UP_STEPS, args.block_steps))
+    rows = [{"model": args.model, "batch_size": args.batch_size} | row for row in rows_of(ways, block_ms)]
     save(args.json, f"{args.model}, batch {args.batch_size}, ways that alternate in one process", rows)
     print_columns(COLUMNS, rows)
 
