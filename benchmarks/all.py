@@ -3,10 +3,11 @@
 python benchmarks/all.py --output FOLDER [--gpus 1] [--tables NAME ...] [--seconds 580] [--list]
 
 A call runs the tables in their order, as many at the same time as the --gpus allow. Each table has its own GPUs and the
-same share of the cores. Only `DUELS` duels share a GPU: one of them measures, and the others compile. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
-in the folder --output is not run again, so the next call runs the other tables. Each script writes its rows as it
-measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A table that does
-not end in time stays a part. FOLDER/NAME.log has the output of the script.
+same share of the cores. Only duels share a GPU: one of them measures, and the other one compiles. A table starts only
+if its estimated duration fits into the rest of --seconds. A table that is in the folder --output is not run again, so
+the next call runs the other tables. Each script writes its rows as it measures them, into FOLDER/NAME.json.part, which
+becomes FOLDER/NAME.json when the script has ended. A table that does not end in time stays a part. FOLDER/NAME.log has
+the output of the script.
 
 Each file names the commit, the device, the versions, the date and the command. A copy of the files that is no clone
 needs the variable COMMIT. To try the scripts on a CPU: ``--tables memory -- --device cpu --tiny``.
@@ -29,10 +30,12 @@ from pathlib import Path
 
 from tables import say
 
-
 DUELS = 2  # that share a GPU
-ROWS = [("resnet50", 16), ("resnet50", 128), ("bert", 16), ("convnext_tiny", 32), ("efficientnet_b0", 64),
-         ("gpt2", 8), ("unet", 16), ("vit_b_16", 32)]  # fmt: skip
+WAYS = "eager default reduce-overhead bare"
+ROWS = {  # more ways for some models
+    ("efficientnet_b0", 64): " graph", ("bert", 16): "", ("resnet50", 16): " graph", ("convnext_tiny", 32): "",
+    ("gpt2", 8): " auto", ("resnet50", 128): " auto", ("unet", 16): " auto", ("vit_b_16", 32): "",
+}  # fmt: skip
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
 # Steps that the CPU limits vary by a factor of two within seconds, so their medians need many blocks.
 PRECISE = "--warm-up-seconds 2 --blocks"
@@ -61,8 +64,8 @@ TABLES = {
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     **{
-        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}", 280, lanes=1)
-        for model, size in ROWS
+        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size} --ways {WAYS}{more}", 250, lanes=1)
+        for (model, size), more in ROWS.items()
     },
     "resnet50_infer": Table(
         f"resnet50.py --phase infer {PRECISE} 10 --batch-sizes 1 128 "

@@ -34,11 +34,10 @@ WAYS = {
     "default": "net.compile()",
     "reduce-overhead": 'net.compile(mode="reduce-overhead")',
     "bare": "InductorCompile()",
-    "in default": 'InductorCompile("default")',
     "auto": 'InductorCompile("auto")',
     "graph": "graph of the step",
 }
-MODES = {"bare": (), "in default": ("default",), "auto": ("auto",)}
+MODES = {"bare": (), "auto": ("auto",)}
 COMPARED = "eager", "default", "reduce-overhead", "bare"
 COLUMNS = {"model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "step_ms": "{:.3f}"}
 COLUMNS |= {f"over_{way}": "{}" for way in COMPARED}
