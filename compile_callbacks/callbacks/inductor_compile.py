@@ -56,7 +56,7 @@ class InductorCompile(Callback):
 
     Args:
         train_mode: The settings for training. ``"fast"`` becomes ``"reduce-overhead"`` when the eager steps end, if
-            CUDA graphs fit the run (one NVIDIA GPU, one process, equal shapes), otherwise ``"default"``.
+            CUDA graphs fit the run (one NVIDIA GPU for each process, equal shapes), otherwise ``"default"``.
             Other choices: a mode of ``torch.compile`` (``"default"``, ``"reduce-overhead"``, ``"max-autotune"``,
             ``"max-autotune-no-cudagraphs"``, ``"lite"``), the name of a template, an `InductorConfig`, or a mapping of
             its fields. ``"auto"``, a `Tune` or a mapping of its fields measures several settings and selects the

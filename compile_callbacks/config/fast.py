@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,22 +33,15 @@ class Fast(Settings):
         """Return the name of the mode."""
         return FAST
 
-    def variant(
-        self,
-        devices: Collection[torch.device],
-        sharded: str | None,
-        shapes: Mapping[str, float],
-        of_rank_zero: Callable[[str | None], str | None] = lambda value: value,
-    ) -> Variant:
+    def variant(self, devices: Collection[torch.device], sharded: str | None, shapes: Mapping[str, float]) -> Variant:
         """Choose the config when the eager steps of a phase end.
 
         Args:
             devices: The devices of the weights.
             sharded: Why CUDA graphs cannot use the weights, if they are sharded.
             shapes: The share of the most frequent set of sizes in the eager calls of each target.
-            of_rank_zero: Returns the value of rank zero on each rank, if several processes train together.
         """
-        doubt = of_rank_zero(_doubt(devices, sharded, shapes if self.shapes is None else self.shapes))
+        doubt = _doubt(devices, sharded, shapes if self.shapes is None else self.shapes)
         if doubt:
             return Variant(InductorConfig(), reason=doubt)
         return Variant(InductorConfig(mode="reduce-overhead"), static=True, reason="equal shapes on one GPU")

@@ -64,8 +64,7 @@ class Contest:
     def __init__(self, phase: Phase, settings: PhaseConfig) -> None:
         self.phase, self.settings = phase, settings
         self.conditions = Conditions()
-        self.steps_left = math.inf
-        """The steps of the phase that remain in the run."""
+        self.steps_left = math.inf  # of the phase, in the run
         self._is_auto = isinstance(settings, Tune) and settings.candidates == AUTO
         # One step compiles, and the next may record a CUDA graph.
         self._block_steps = 2 + WARMUP_STEPS + getattr(settings, "steps", Tune.steps)
@@ -143,12 +142,11 @@ class Contest:
 
     def _has_baseline(self, block: list[Step]) -> bool:
         """Return whether the eager steps have enough samples, or take half of the steps of the run."""
-        half, wanted = (self.steps_left + len(block)) / 2, self.conditions.baseline_steps if self.settings else 0
-        if wanted and self.phase == "train" and isinstance(self.settings, Fast) and self.conditions.ranks > 1:
-            return len(block) >= wanted + WARMUP_STEPS  # all ranks use rank zero's choice, so in the same step
+        half = (self.steps_left + len(block)) / 2
+        wanted = min(self.conditions.baseline_steps if self.settings else 0, half - WARMUP_STEPS)
         # Twice the number of samples, because a step with a smaller batch, or a compile of the user's code, gives none.
         is_long = len(block) + 1 > min(2 * wanted + WARMUP_STEPS, half)
-        return is_long or sum(step.is_sample for step in block) >= min(wanted, half - WARMUP_STEPS)
+        return is_long or sum(step.is_sample for step in block) >= wanted
 
     def end_baseline(self) -> None:
         """Choose the only config of the phase, unless it is chosen."""
@@ -157,8 +155,7 @@ class Contest:
             self.decision = self._variant_of_fast(self.settings) if isinstance(self.settings, Fast) else only
 
     def _variant_of_fast(self, fast: Fast) -> Variant:
-        now = self.conditions
-        return fast.variant(now.devices(), now.sharded, now.shapes(), now.of_rank_zero)
+        return fast.variant(self.conditions.devices(), self.conditions.sharded, self.conditions.shapes())
 
     def give_up_cuda_graphs(self, variant: Variant, reason: str) -> bool:
         """Continue with the mode "default", and return whether this changes the phase, which has chosen ``variant``."""
@@ -211,7 +208,8 @@ class Contest:
     def _tune(self, tune: Tune, eager: Trial) -> Blocks:
         yield from self._measure(eager)
         conditions, record, trials = self.conditions, self.conditions.record, self.trials
-        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, self._variant_of_fast(Fast()))
+        fast = self._variant_of_fast(Fast()) if conditions.ranks == 1 else EAGER_VARIANT  # the same on all ranks
+        trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, fast)
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
         keys = [config.key() for config in tune.configs]
         key = digest([dict(conditions.known), self.phase, keys, tune.steps, repr(self._usual)])

@@ -93,7 +93,7 @@ def plain() -> dict[str, Any]:
     return both(ours=InductorCompile(baseline_steps=2), max_epochs=2, logger=RecordingLogger(FOLDER))
 
 
-def agreed() -> dict[str, Any]:
+def different() -> dict[str, Any]:
     """Half of the batches of the second process are smaller."""
     train = batches_of(*[4, 4 - 2 * RANK] * 6)
     return both(ours=InductorCompile(baseline_steps=4), train=train, use_distributed_sampler=False)
