@@ -123,10 +123,23 @@ class TrainsInPredict(Classifier):
         return self.net(batch[0])
 
 
+class Ensemble(Classifier):
+    """Predicts with two sets of weights, which `vector_to_parameters` assigns to ``.data``."""
+
+    def predict_step(self, batch, batch_idx):
+        weights, outputs = nn.utils.parameters_to_vector(self.net.parameters()).detach(), []
+        for factor in (1.0, 0.5):
+            nn.utils.vector_to_parameters(weights * factor, self.net.parameters())
+            outputs.append(self.net(batch[0]))
+        nn.utils.vector_to_parameters(weights, self.net.parameters())
+        return torch.stack(outputs)
+
+
 @pytest.mark.parametrize("baseline_steps", [0, 5])
-def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(baseline_steps):
+@pytest.mark.parametrize("make", [TrainsInPredict, Ensemble])
+def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(make, baseline_steps):
     callback = InductorCompile(None, FREEZING, baseline_steps=baseline_steps)
-    module, eager = seeded(TrainsInPredict), seeded(TrainsInPredict)
+    module, eager = seeded(make), seeded(make)
     with pytest.warns(CompileWarning, match="target 'net' runs without frozen weights") as warned:
         outputs = trainer(callback, inference_mode=False).predict(module, loader(16))
     assert ["without frozen weights" in str(warning.message) for warning in warned].count(True) == 1
