@@ -105,6 +105,7 @@ class GraphOfStep:
             loss.backward()
             optimizer.step()
 
+        self.used = optimizer, inputs, labels  # the graph has their addresses only
         compiled, self.graph, stream = torch.compile(net), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(4):

@@ -140,7 +140,7 @@ def _forget_constants() -> None:
         sys.modules.pop(module.__name__, None)
 
 
-_cuda_graphs = types.SimpleNamespace(run=True)  # for the process, because autograd has threads of its own
+_cuda_graphs = types.SimpleNamespace(run=True, marks=0)  # for the process, because autograd has threads of its own
 
 
 def without_cuda_graphs() -> contextlib.AbstractContextManager[Any]:
@@ -148,7 +148,9 @@ def without_cuda_graphs() -> contextlib.AbstractContextManager[Any]:
 
     Workaround (until torch can run compiled code without CUDA graphs; no issue): ``cudagraphify`` is replaced.
     """
-    return patch.object(_cuda_graphs, "run", False)
+    _cuda_graphs.run, stack = False, contextlib.ExitStack()
+    stack.callback(setattr, _cuda_graphs, "run", True)  # also if several threads are in such a block
+    return stack
 
 
 def _switchable_cuda_graphs() -> Any:
@@ -183,15 +185,20 @@ def end_failed_warmup(device_index: int) -> None:
         manager.warmed_up_functions.discard(node.wrapped_function.id)  # type: ignore[union-attr]
 
 
-@optional("CUDA graphs")
-def forget_marked_steps() -> None:
-    """Let torch find out by itself where a step of the user's CUDA graphs begins, as before the first mark.
+@optional("CUDA graphs", lambda: lambda: None)
+def begin_marks() -> Callable[[], None]:
+    """Begin to mark the steps of CUDA graphs, and return a function that ends this.
 
     Workaround (until `torch.compiler` can end what ``cudagraph_mark_step_begin`` begins; no issue): after a mark, torch
-    waits for the next one, and records a CUDA graph in each step of a loop without marks (2.11 to 2.15).
+    waits for the next one, and records a CUDA graph in each step of a later loop without marks (2.11 to 2.15).
     """
-    if "torch._inductor.cudagraph_trees" in sys.modules:  # the first mark imports it
-        torch._inductor.cudagraph_trees.MarkStepBox.mark_step_counter = 0
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    if MarkStepBox.mark_step_counter:  # the user or an outer run marks steps
+        return lambda: None
+    _cuda_graphs.marks -= 2**40  # torch takes a step with the number of an earlier one for the same step
+    MarkStepBox.mark_step_counter = _cuda_graphs.marks
+    return functools.partial(setattr, MarkStepBox, "mark_step_counter", 0)
 
 
 @optional("graph passes")

@@ -75,11 +75,3 @@ def autocast_state() -> str:
     """
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     return " ".join(f"autocast_{device}={torch.get_autocast_dtype(device)}" for device in devices)
-
-
-def hooks_of_exports() -> dict[int, Any]:
-    """Return the hooks to which a failed export adds one, with which Dynamo breaks graphs that assign a buffer.
-
-    Workaround (torch<2.12; no issue).
-    """
-    return torch.nn.modules.module._global_buffer_registration_hooks if IS_2_11 else {}

@@ -155,14 +155,11 @@ def _trace(module: nn.Module, inputs: _Inputs, batches: Sequence[torch.Tensor], 
     shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch")
     for tensor in batches:
         shapes[tensor] = {0: batch}
-    before = set(hooks := _torch.torch_2_11.hooks_of_exports())
     try:
         program = torch.export.export(module, *inputs, dynamic_shapes=shapes)
         # torch.export ignores an active autocast. Tracing the program again inserts the casts.
         return program.run_decompositions({}) if torch.is_autocast_enabled(device.type) else program
     except Exception as error:
-        for hook in set(hooks) - before:
-            del hooks[hook]
         name = type(module).__name__
         text = f"{name} cannot be exported: {_describe_trace_error(error)}"
         if "Constraints violated" in str(error):

@@ -111,8 +111,6 @@ class Session:
         undo, self._undo = self._undo or contextlib.ExitStack(), None
         self._recorder.stopping = lambda: False  # because the trainer stays interrupted after an exception
         requests, runs = self._arguments.target_settings.requests, self._phases
-        for run in runs.values():
-            run.conditions = run.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
         with undo:  # calls each action, the last one first, even if another action raises
             if keep_compiled:
                 for run in runs.values():
@@ -125,6 +123,8 @@ class Session:
             undo.callback(self._search.remove)
             undo.callback(self.gpu.end)
             undo.callback(self._helper.stop if self._helper is not None else lambda: None)
+        for run in runs.values():
+            run.conditions = run.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
         if keep_compiled and self._arguments.compiles:
             _torch.dynamo.validate_arguments(False)  # because guards of compiled code check this setting
             for phase in [phase for phase, run in runs.items() if run.decision is None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compile_callbacks import _torch
@@ -12,16 +14,15 @@ from compile_callbacks.config.inductor_config import Variant
 class StepsOnGpu:
     """Prepares the steps of a session for CUDA graphs. The session calls `step_begins` only `on_gpu`.
 
-    Backward passes of compiled training steps run in the thread that starts them. By default, autograd runs them in a
-    thread for each GPU, while the calling thread waits. In CPU-bound steps on an H200, the two switches to a core whose
-    caches do not have the step's data took a fifth of the time. The results are the same.
+    Backward passes of compiled training steps run in the thread that starts them, and not in autograd's thread for each
+    GPU. In CPU-bound steps on an H200, the switches to a core without the step's data took a fifth of the time.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.on_gpu, self._uses_one_thread = False, True
-        self._module = module
+        self.on_gpu, self._uses_one_thread, self._module = False, True, module
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._one_thread: torch.autograd.set_multithreading_enabled | None = None
+        self._end_marks: Any = None  # a function, after the first mark of a run
 
     def begin(self, device: torch.device) -> None:
         """Begin a Trainer run on a device."""
@@ -32,6 +33,7 @@ class StepsOnGpu:
         """Begin a step."""
         if variant.config is not None and variant.config.uses_cudagraphs:
             # These marks belong to the process, so they also end the steps of the user's own CUDA graphs.
+            self._end_marks = self._end_marks or _torch.inductor.begin_marks()
             torch.compiler.cudagraph_mark_step_begin()
         # Another callback of the trainer may have changed the setting already.
         is_separate = torch.autograd.is_multithreading_enabled()
@@ -63,7 +65,7 @@ class StepsOnGpu:
     def end(self) -> None:
         """End the run, also after an exception within a step."""
         self.step_ends()
-        _torch.inductor.forget_marked_steps()
+        self._end_marks = self._end_marks and self._end_marks()
         # After an exception, a later graph may have overwritten gradients. Moving them would hide the exception.
         for parameter in self._module.parameters() if self.on_gpu else ():
             try:

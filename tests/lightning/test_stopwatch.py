@@ -107,7 +107,26 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     assert series["compiling"] == [1, 401]
     assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
-    # A mark also ends the steps of the user's own CUDA graphs, until the run ends.
-    assert calls["mark"] == (800 if mode == "reduce-overhead" else 0)
-    assert MarkStepBox.mark_step_counter == 0
+    assert calls["mark"] == (
+        800 if mode == "reduce-overhead" else 0
+    )  # a mark also ends steps of the user's CUDA graphs
     assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step
+
+
+@pytest.mark.all_versions
+@pytest.mark.filterwarnings("ignore:.*asks for CUDA graphs")
+@pytest.mark.usefixtures("captured_graph")
+def test_marks_of_steps_end_with_the_run_that_began_them(monkeypatch):
+    steps_on_gpu = "compile_callbacks.session.steps_on_gpu.StepsOnGpu"
+    monkeypatch.setattr(f"{steps_on_gpu}.begin", lambda steps, device: setattr(steps, "on_gpu", True))
+    monkeypatch.setattr(f"{steps_on_gpu}.free_cached", lambda steps: None)
+    callback, module, steps = InductorCompile("reduce-overhead", None, baseline_steps=0, verify="off"), Classifier(), []
+    module.on_before_zero_grad = lambda optimizer: steps.append(MarkStepBox.mark_step_counter)
+    for _ in range(2):
+        trainer(callback).fit(module, loader(3))
+        assert MarkStepBox.mark_step_counter == 0  # torch finds the steps of the user's own CUDA graphs again
+    torch.compiler.cudagraph_mark_step_begin()  # the user's own mark, whose numbers continue
+    trainer(callback).fit(module, loader(3))
+    assert MarkStepBox.mark_step_counter == -4
+    monkeypatch.setattr(MarkStepBox, "mark_step_counter", 0)
+    assert len(set(steps)) == 9  # torch takes two steps with the same number for one
