@@ -61,15 +61,23 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
 
 
 def commit() -> str | None:
-    """Return the variable COMMIT if it is set, for a copy of the files, or the commit of this clone."""
+    """Return the last commit of this clone that changed the package, because figures depend on no other files.
+
+    The variable COMMIT, if it is set, is that of a copy of the files.
+    """
     if "COMMIT" in os.environ:
         return os.environ["COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = git("log", "-1", "--format=%h", "--abbrev=12", "--", "compile_callbacks")
+    return f"{found}-dirty" if found and git("status", "--porcelain", "--", "compile_callbacks") else found or None
+
+
+def git(*arguments: str) -> str:
+    """The output of git in this clone; empty if there is no clone or no git."""
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # git is not installed
-        found = ""
-    return found or None
+        return ""
 
 
 def as_result(
