@@ -23,7 +23,19 @@ from typing import Any
 
 import torch
 from models import make
-from tables import Row, compare_blocks, parser_for, print_columns, save, say, summarize, with_interval
+from tables import (
+    Row,
+    compare_pairs,
+    find,
+    parser_for,
+    print_columns,
+    print_table,
+    save,
+    say,
+    summarize,
+    tried,
+    with_interval,
+)
 from torch import nn
 from trainer import BlockClock, Classifier, loader, make_trainer, synchronize
 
@@ -147,16 +159,33 @@ def prepared(args: Any) -> dict[str, Any]:
 
 
 def rows_of(ways: Mapping[str, Any], block_ms: Mapping[str, list[float]]) -> Iterator[Row]:
-    """The row of each way, with its speedups over other ways."""
+    """The row of each way."""
     for name, values in block_ms.items():
         row = {"way": WAYS[name], "mode": "", **summarize(values), "block_ms": values}
         if (callback := ways[name].callback) is not None:
             train = callback.report.train
             row |= {"mode": train.mode, "trials": list(train.diagnostics.trials)}
-        for other in COMPARED:
-            if other in block_ms and other != name:
-                row[f"over_{other}"] = with_interval(compare_blocks(block_ms[other], values))
         yield row
+
+
+def with_speedups(rows: list[Row]) -> list[Row]:
+    """The rows, with the speedups of each over the other ways of its workload."""
+    for row in rows:
+        for name in COMPARED:
+            other = find(rows, WAYS[name], model=row["model"], batch_size=row["batch_size"])
+            if other and other is not row:
+                row[f"over_{name}"] = with_interval(compare_pairs(other, row))
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows, and what "auto" tried."""
+    print_columns(COLUMNS, with_speedups(rows))
+    lines = [
+        [row["model"], str(row["batch_size"]), row["mode"], tried(row)] for row in rows if row["way"] == WAYS["auto"]
+    ]
+    if lines:
+        print_table(["model", "batch size", '"auto" chose', "tried"], lines)
 
 
 def main() -> None:
@@ -182,8 +211,9 @@ def main() -> None:
             for name in reversed(ways) if number % 2 else ways:
                 block_ms[name].append(ways[name].run(WARM_UP_STEPS, args.block_steps))
     rows = [{"model": args.model, "batch_size": args.batch_size} | row for row in rows_of(ways, block_ms)]
+    with_speedups(rows)
     save(args.json, f"{args.model}, batch {args.batch_size}, ways that alternate in one process", rows)
-    print_columns(COLUMNS, rows)
+    show(rows)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,15 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
     return {"speedup": found.ratio, "speedup_interval": [found.low, found.high], "faster": found.outcome == "faster"}
 
 
+def compare_pairs(before: Row, after: Row) -> dict[str, Any]:
+    """Return `compare_blocks` of two ways whose blocks alternate: the median ratio of two blocks of the same round.
+
+    A machine that becomes slower or faster changes both blocks of a round, and not their ratio.
+    """
+    ratios = [theirs / ours for theirs, ours in zip(before["block_ms"], after["block_ms"], strict=True)]
+    return compare_blocks(ratios, [1.0] * len(ratios))
+
+
 def commit() -> str | None:
     """Return the last commit of this clone that changed the package, because figures depend on no other files.
 
@@ -156,6 +165,14 @@ def print_columns(columns: Mapping[str, str], rows: Iterable[Row]) -> None:
     shown = {name: form for name, form in columns.items() if any(row.get(name) not in (None, "") for row in rows)}
     lines = ([cell(row.get(name), form) for name, form in shown.items()] for row in rows)
     print_table([name.replace("_", " ").replace("mib", "MiB") for name in shown], lines)
+
+
+def tried(row: Row) -> str:
+    """The candidates of "auto" as a cell."""
+    return "; ".join(
+        f"{trial['candidate']} {trial['verdict']}" + (f" {trial['median_ms']:.2f} ms" if trial["median_ms"] else "")
+        for trial in row["trials"]
+    )
 
 
 def cell(value: Any, form: str) -> str:
