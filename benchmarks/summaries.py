@@ -233,17 +233,21 @@ def longest_steps(machine: str) -> None:
     rows = rows_of(f"{machine}/background_*")
     spans = [[row["longest_s"] for row in rows if row["way"] == way] for way in ("background", "by hand")]
     texts = [f"{min(seconds):.0f} to {max(seconds):.0f} s" for seconds in spans]
-    print(f"with {len(spans[0])} models, the longest step took {texts[0]} instead of {texts[1]}")
+    print(f"the longest step of {len(spans[0])} workloads took {texts[0]} instead of {texts[1]}")
 
 
 def behind_eager(machine: str) -> None:
     """The step until which a run in the background has taken longer than an eager run, because of its costs."""
-    steps = []
+    steps, never = [], 0
     for result in read(f"{machine}/background_*"):
         ours, eager_ms = find(result["rows"], "background"), find(result["rows"], "eager")["steady_ms"]
         behind_ms = ours["seconds"] * 1000 - ours["steps"] * eager_ms
-        steps.append(ours["steps"] + behind_ms / (eager_ms - ours["steady_ms"]))
-    print(f"until step {min(steps):,.0f} to {max(steps):,.0f}")
+        if eager_ms > ours["steady_ms"]:
+            steps.append(ours["steps"] + behind_ms / (eager_ms - ours["steady_ms"]))
+        else:
+            never += 1
+    text = f"until step {min(steps):,.0f} to {max(steps):,.0f}"
+    print(f"{text}, and with {never} workload to the end" if never else text)
 
 
 def wrong_gradients(machine: str) -> None:
