@@ -1,4 +1,4 @@
-"""Draws the chart of the README, docs/images/speedup.png: the speedup over eager, with one bar for each model.
+"""Draws the chart of the README, docs/images/speedup.png: the speedup of the bare line over eager.
 
 `pages.py` draws it if the bars of the files differ from those in the comment of the picture.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from duels import WAYS
 from PIL import Image
-from tables import Row, read
+from tables import Row, compare_pairs, find, read
 
 CHART = Path(__file__).parents[1] / "docs" / "images" / "speedup.png"
-WAY = 'InductorCompile("reduce-overhead")'
-FILES = {"h200/resnet50_train": 128, "h200/ordinary_*": None}  # with the batch size, if a file has several
+FILES = "h200/duel_*"
 NAMES = {
     "bert": "BERT",
     "convnext_tiny": "ConvNeXt-T",
@@ -27,15 +27,12 @@ NAMES = {
 
 def bars() -> list[Row]:
     """The bars, from the largest speedup to the smallest."""
-    rows = [
-        row
-        for name, batch_size in FILES.items()
-        for result in read(name)
-        for row in result["rows"]
-        if row["way"] == WAY and batch_size in (None, row["batch_size"])
-    ]
-    rows.sort(key=lambda row: row["speedup"], reverse=True)
-    return [{name: row[name] for name in ("model", "batch_size", "speedup")} for row in rows]
+    found = []
+    for result in read(FILES):
+        eager, ours = (find(result["rows"], WAYS[name]) for name in ("eager", "bare"))
+        work = {name: ours[name] for name in ("model", "batch_size")}
+        found.append({**work, "speedup": compare_pairs(eager, ours)["speedup"]})
+    return sorted(found, key=lambda bar: bar["speedup"], reverse=True)
 
 
 def drawn() -> list[Row] | None:
@@ -54,7 +51,7 @@ def draw() -> None:
     from matplotlib import pyplot as plt
 
     shown = bars()
-    figure, axis = plt.subplots(figsize=(9, 3.3))
+    figure, axis = plt.subplots(figsize=(9, 3.7))
     labels = [f"{NAMES[bar['model']]}, batch {bar['batch_size']}" for bar in shown]
     axis.barh(labels, [bar["speedup"] for bar in shown], color="#e4572e", height=0.68)
     for position, bar in enumerate(shown):

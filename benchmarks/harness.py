@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -31,9 +30,9 @@ from models import make
 from tables import Row, alternate, compare_blocks, ms, save, say, summarize
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
-from trainer import Classifier, Ordinary, loader, make_trainer, synchronize
+from trainer import Classifier, loader, make_trainer, synchronize
 
-from compile_callbacks import GraphPass, InductorBackend, InductorCompile
+from compile_callbacks import InductorBackend, InductorCompile
 from compile_callbacks.report.file import environment
 
 WARM_UP_STEPS = 3  # not timed, before each block: other processes have used the device since the last block
@@ -44,19 +43,13 @@ MOST_PREPARING_STEPS = 5000
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload.
-
-    ``run_steps`` is the length of the run that the Trainer announces, for "auto" to weigh its trials. An ``ordinary``
-    workload trains with AdamW and logs the loss, and the callback has its default settings.
-    """
+    """A workload. ``run_steps`` is the length that the Trainer announces, with which "auto" weighs its trials."""
 
     model: str  # a name that `models.make` takes
-    phase: Literal["train", "infer"]
     batch_size: int
     image_size: int
     device: str
     run_steps: int
-    ordinary: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,11 +57,9 @@ class Variant:
     """A way to run a workload: in a Trainer, in a loop without one, or of `InductorBackend.infer`."""
 
     name: str
-    loop: Literal["fit", "predict", "bare", "backend"]
-    compiled: Literal["child", "module", "callback"] | None = None  # by hand, Lightning's own, or by this library
+    loop: Literal["predict", "bare", "backend"]
+    compiled: Literal["hand", "callback"] | None = None  # by hand, or by this library
     mode: Any = None
-    background: bool = False  # of the callback
-    max_pool_pass: bool = False  # the graph pass of examples/max_pool_backward.py for the callback
 
 
 Group = tuple[Workload, Sequence[Variant]]
@@ -86,20 +77,19 @@ def add_pacing(parser: ArgumentParser) -> None:
     add("--patience", type=float, default=300.0, metavar="SECONDS", help="a way that takes longer to prepare fails")
 
 
-def rows_of(args: Namespace, title: str, groups: Iterable[Group], *, own_caches: bool = False) -> list[Row]:
+def rows_of(args: Namespace, title: str, groups: Iterable[Group]) -> list[Row]:
     """Measure each group, and write the rows to ``args.json``.
 
     Args:
         args: The options of `parser_for` and `add_pacing`.
         title: The title of the file.
         groups: Workloads, and the ways to run each.
-        own_caches: Whether each process compiles with an empty cache.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the processes too
     rows: list[Row] = []
     found = None
     for work, ways in groups:
-        measured = measure(work, ways, args, own_caches)
+        measured = measure(work, ways, args)
         eager_ms = next((row["block_ms"] for row in measured if row["way"] == "eager"), ())
         for row in measured:
             found = row.pop("environment", None) or found
@@ -110,36 +100,34 @@ def rows_of(args: Namespace, title: str, groups: Iterable[Group], *, own_caches:
     return rows
 
 
-def measure(work: Workload, ways: Sequence[Variant], args: Namespace, own_caches: bool) -> list[Row]:
+def measure(work: Workload, ways: Sequence[Variant], args: Namespace) -> list[Row]:
     """Prepare all ways, and time them in alternating blocks."""
     processes: list[Process] = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            for number, way in enumerate(ways):
-                cache = f"{folder}/{number}" if own_caches else None
-                processes.append(Process(work, way, args, cache))
-                processes[-1].prepare()
-            for process in processes:
-                process.choose_steps()
-            samples = alternate({process.way.name: process.block for process in processes}, args.blocks)
-            return [process.row(samples[process.way.name]) for process in processes]
-        finally:
-            for process in processes:
-                process.end()
+    try:
+        for way in ways:
+            processes.append(Process(work, way, args))
+            processes[-1].prepare()
+        for process in processes:
+            process.choose_steps()
+        samples = alternate({process.way.name: process.block for process in processes}, args.blocks)
+        return [process.row(samples[process.way.name]) for process in processes]
+    finally:
+        for process in processes:
+            process.end()
 
 
 class Process:
     """The process of one way, seen from outside."""
 
-    def __init__(self, work: Workload, way: Variant, args: Namespace, cache: str | None) -> None:
+    def __init__(self, work: Workload, way: Variant, args: Namespace) -> None:
         self.work, self.way, self._args = work, way, args
-        self.label = f"{work.model}, {work.phase}, batch {work.batch_size}: {way.name}"
+        self.label = f"{work.model}, batch {work.batch_size}: {way.name}"
         self.info: dict[str, Any] = {}
         self.failure: str | None = None
         self.steps = 0
         context = multiprocessing.get_context("spawn")
         self.connection, its_connection = context.Pipe()
-        arguments = work, way, its_connection, args.prepare_steps, cache
+        arguments = work, way, its_connection, args.prepare_steps
         self._process = context.Process(target=run, args=arguments, daemon=True)
         self._process.start()
         its_connection.close()  # so that its end is noticed
@@ -200,8 +188,6 @@ class Process:
         return {
             **vars(self.work), "way": self.way.name, **summarize(block_ms), "steps_per_block": self.steps,
             "block_ms": list(block_ms), "trials": trials, "graphs": report.get("graphs"), "failure": self.failure,
-            "verdict": report.get("verdict"), "reported_speedup": report.get("speedup"),
-            "break_even_steps": report.get("break_even_steps"),
             "chosen": next((trial["candidate"] for trial in trials if trial["verdict"] == "chosen"), None), **self.info,
         }  # fmt: skip
 
@@ -214,20 +200,14 @@ class Done(Exception):  # noqa: N818
 
 
 class Compiles:
-    """The number of compiles and recordings of CUDA graphs in this process, and the seconds of the compiles."""
+    """The number of compiles and recordings of CUDA graphs in this process."""
 
     def __init__(self) -> None:
-        self.count, self.seconds, self._started = 0, 0.0, 0.0
+        self.count = 0
         callback_handler.register_start_callback(self._starts)
-        callback_handler.register_end_callback(self._ends)
 
     def _starts(self, args: Any) -> None:
         self.count += 1
-        self._started = time.perf_counter()
-
-    def _ends(self, args: Any) -> None:
-        if args.callback_trigger.name != "CUDAGRAPH_RECORDING":
-            self.seconds += time.perf_counter() - self._started
 
 
 class Pacer(pl.Callback):
@@ -246,10 +226,8 @@ class Pacer(pl.Callback):
         self._connection, self._steps, self._settled, self._info = connection, steps, settled, info
         self._compiles, self._script = Compiles(), self._pace()
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.before_step()
-
-    on_predict_batch_start = on_train_batch_start
 
     def before_step(self) -> None:
         """Return when the next step may run; raise `Done` after the last one."""
@@ -261,8 +239,6 @@ class Pacer(pl.Callback):
     def _pace(self) -> Iterator[None]:
         compiles, started = self._compiles, time.perf_counter()
         yield
-        synchronize()
-        first_step_seconds = time.perf_counter() - started
         done = 1
         while done < self._steps or not self._settled():
             if done > MOST_PREPARING_STEPS:
@@ -271,12 +247,9 @@ class Pacer(pl.Callback):
                 yield
                 done += 1
         synchronize()
-        info = {"first_step_seconds": first_step_seconds, "prepare_seconds": time.perf_counter() - started}
-        info |= {"prepare_steps": done, "compile_seconds": compiles.seconds, "environment": environment()}  # type: ignore[dict-item]
+        info = {"prepare_seconds": time.perf_counter() - started, "prepare_steps": done, "environment": environment()}
         if torch.cuda.is_initialized():
             use_few_cores()
-            info["peak_memory_mib"] = torch.cuda.max_memory_allocated() / 2**20
-            info["reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
             torch.cuda.empty_cache()  # leave room for the other processes
         self._connection.send(("ready", info | self._info()))
         while (steps := self._connection.recv()) is not None:
@@ -301,20 +274,15 @@ def use_few_cores() -> None:
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def run(work: Workload, way: Variant, connection: Connection, steps: int, cache: str | None) -> None:
-    """Prepare with at least ``steps`` steps, and run blocks until told to stop.
-
-    ``cache`` is the folder for compiled code; ``None`` for torch's default.
-    """
-    if cache is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"] = f"{cache}/inductor", f"{cache}/triton"
+def run(work: Workload, way: Variant, connection: Connection, steps: int) -> None:
+    """Prepare with at least ``steps`` steps, and run blocks until told to stop."""
     os.dup2(2, 1)  # only tables go to stdout
     try:
         warnings.simplefilter("ignore")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         torch.set_float32_matmul_precision("high")
         with contextlib.suppress(Done):
-            loop = in_trainer if way.loop in ("fit", "predict") else in_bare_loop
+            loop = in_trainer if way.loop == "predict" else in_bare_loop
             loop(work, way, connection, steps)
     except BaseException:
         with contextlib.suppress(BrokenPipeError):
@@ -323,56 +291,31 @@ def run(work: Workload, way: Variant, connection: Connection, steps: int, cache:
 
 def in_trainer(work: Workload, way: Variant, connection: Connection, steps: int) -> None:
     net, inputs, labels = make(work.model, work.batch_size, work.image_size, work.device)
-    module = (Ordinary if work.ordinary else Classifier)(net)
-    if way.compiled == "child":
-        module.net = compiled_by_hand(net, way)
+    module = Classifier(compiled_by_hand(net, way) if way.compiled == "hand" else net)
     if way.compiled == "callback":
-        phase = "train" if way.loop == "fit" else "infer"
-        modes = {"train_mode": None, "infer_mode": None, f"{phase}_mode": way.mode}
         # "auto" rejects a candidate with other results; for the other ways, results are not the subject here.
         verify = "warn" if way.mode == "auto" else "off"
-        passes = [max_pool_pass()] if way.max_pool_pass else []
-        settings = {} if work.ordinary else {"baseline_steps": 0, "verify": verify}
-        callback = InductorCompile(**modes, passes=passes, background=way.background, **settings)
+        callback = InductorCompile(train_mode=None, infer_mode=way.mode, baseline_steps=0, verify=verify)
 
         def settled() -> bool:
-            report = callback.report.phase(phase)
-            if way.background:
-                return bool(report.diagnostics.steps.get("compiled"))
-            trials = report.diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
+            trials = callback.report.infer.diagnostics.trials if way.mode == "auto" else ({"verdict": "chosen"},)
             return any(trial["verdict"] == "chosen" for trial in trials)
 
-        pacer = Pacer(connection, steps, settled, lambda: {"report": callback.report.phase(phase).to_dict()})
+        pacer = Pacer(connection, steps, settled, lambda: {"report": callback.report.infer.to_dict()})
         callbacks = [pacer, callback]
     else:
         callbacks = [Pacer(connection, steps)]
-    trainer = make_trainer(work.device, *callbacks)
     batches = loader([(inputs, labels)], work.run_steps)
-    if way.loop == "fit":
-        trainer.fit(torch.compile(module) if way.compiled == "module" else module, batches)
-    else:
-        trainer.predict(module, batches, return_predictions=False)
-
-
-def max_pool_pass() -> GraphPass:
-    """The graph pass of the example."""
-    sys.path.append(str(Path(__file__).parents[1] / "examples"))
-    from max_pool_backward import TritonMaxPoolBackward
-
-    return TritonMaxPoolBackward()
+    make_trainer(work.device, *callbacks).predict(module, batches, return_predictions=False)
 
 
 def in_bare_loop(work: Workload, way: Variant, connection: Connection, steps: int) -> None:
     net, images, _ = make(work.model, work.batch_size, work.image_size, work.device)
     net.eval()
-    info: dict[str, Any] = {}
-    pacer = Pacer(connection, steps, info=lambda: info)
+    pacer = Pacer(connection, steps)
     if way.loop == "backend":
-        started = time.perf_counter()
         with autocast(work):
-            backend = InductorBackend(way.mode, on_error="raise").build(net, images, work.device)
-        info["first_step_seconds"] = time.perf_counter() - started
-        call = backend.infer
+            call = InductorBackend(way.mode, on_error="raise").build(net, images, work.device).infer
     else:
         forward = net if way.compiled is None else compiled_by_hand(net, way)
 

@@ -28,9 +28,8 @@ import ddp
 import duels
 import false_verdicts
 import fsdp2
+import inference
 import memory
-import ordinary
-import resnet50
 import tiny_steps
 import verification
 import verification_cost
@@ -74,26 +73,12 @@ fused SGD with momentum. *Step ms* is the median of the blocks. *Over* another w
 blocks of one round, with the 95% interval. *Mode* is what `"fast"` became, or what `"auto"` chose. The *graph of the
 step* is a hand-made CUDA graph of forward pass, backward pass and fused optimizer, in a loop without a Trainer.""",
     ),
-    "resnet50_train": Table(
-        "resnet50_train*", resnet50.show, "ResNet-50, training",
-        """All ways train in bf16 autocast, channels last, with fused SGD with momentum. *By hand* is
-`module.net = torch.compile(module.net, mode=...)`.""",
-    ),
     "resnet50_infer": Table(
-        "resnet50_infer", resnet50.show, "ResNet-50, inference",
+        "resnet50_infer", inference.show, "ResNet-50, inference",
         """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
 of the compiled code. A step of `trainer.predict` includes the work of Lightning and of the callback for each batch. If
 the CPU is the limit, equal ways vary. Before the first block, each way runs for two seconds, because the callback times
 half of its first 600 steps, which takes CPU time.""",
-    ),
-    "ordinary": Table(
-        "ordinary_*", ordinary.show, "Six ordinary models",
-        """The models train with AdamW, `self.log` and the callback's default settings, in bf16 autocast. The first
-steps of this library are its eager baseline, so the first step includes the compile only for the other ways. *Compile
-seconds* is the time that torch compiled, while other processes compiled, too. *Verdict*, *reported speedup* and *break
-even steps* are those of the report after about 80 steps. The reported speedup compares a few early steps, so it can
-differ much from the speedup of the blocks. The peak memory of this library includes its eager steps, and
-the comparison of compiled code with eager.""",
     ),
     "background": Table(
         "background_*", show_background, "Compiling in the background",

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 
 import verification
-from tables import Row, compare_blocks, find, in_order, ms, origins, print_table, read, times, with_interval
+from duels import WAYS as DUELISTS
+from tables import (
+    Row,
+    compare_blocks,
+    compare_pairs,
+    find,
+    in_order,
+    ms,
+    origins,
+    print_table,
+    read,
+    times,
+    with_interval,
+)
 
 FROZEN = "reduce-overhead, frozen"
-WAYS = {  # by file: the mode, and the rows that run eagerly, by hand and with this library
-    "resnet50_train*": [
-        ("default", "eager", "child compiled by hand, default", 'InductorCompile("default")'),
-        ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
-    ],
-    "resnet50_infer": [
-        (f"{FROZEN}, bare loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
-        (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
-    ],
-    "ordinary_*": [
-        ("default", "eager", "child compiled by hand, default", 'InductorCompile("default")'),
-        ("reduce-overhead", "eager", "child compiled by hand, reduce-overhead", 'InductorCompile("reduce-overhead")'),
-    ],
-}
+INFERENCE = [  # the way to run inference, and the rows that run eagerly, by hand and with this library
+    (f"{FROZEN}, bare loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
+    (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
+]
 DDP = {"ddp_128": "default", "ddp": "default", "ddp_1024": "default", "ddp_reduce_overhead": "reduce-overhead"}
-MODES = {"default": 'InductorCompile("default")', "reduce-overhead": 'InductorCompile("reduce-overhead")'}
-LITTLE = 0.02  # the interquartile range of blocks, as a part of a step
-WITH_INTERVALS = ("resnet50_*", "ordinary_*")  # files with an interval of each speedup
+Duel = dict[str, Row]  # the rows of a file of `duels`, by the keys of `DUELISTS`
 
 
 def rows_of(pattern: str) -> list[Row]:
@@ -44,10 +46,32 @@ def print_from(machine: str, files: Sequence[str], head: Sequence[str], lines: I
     print(f"```sh\n{commands}\n```")
 
 
-def workload(row: Row) -> str:
-    """The workload of a row of `harness`."""
-    phase = {"train": "training", "infer": "inference"}[row["phase"]]
-    return f"{row['model']}, {phase}, batch {row['batch_size']}"
+def duels_of(machine: str) -> list[Duel]:
+    """The duels of a machine."""
+    return [{key: find(result["rows"], way) for key, way in DUELISTS.items()} for result in read(f"{machine}/duel_*")]
+
+
+def workload(duel: Duel) -> str:
+    """The workload of a duel in a sentence."""
+    return f"{duel['bare']['model']} at batch {duel['bare']['batch_size']}"
+
+
+def by_hand(duel: Duel) -> Row:
+    """The way by hand in the mode that the bare line chose."""
+    return duel[duel["bare"]["mode"].partition(",")[0]]
+
+
+def mean_of(found: Sequence[Row]) -> tuple[float, float, float]:
+    """The geometric mean of independent speedups, and its 95% interval."""
+    logs = [[math.log(value) for value in (row["speedup"], *row["speedup_interval"])] for row in found]
+    center = statistics.fmean(log[0] for log in logs)
+    margin = math.hypot(*((high - low) / 2 for _, low, high in logs)) / len(logs)
+    return math.exp(center), math.exp(center - margin), math.exp(center + margin)
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Parts of a sentence: "a, b and c"."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def speedup(before: Row, after: Row) -> str:
@@ -63,13 +87,12 @@ def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
 
 
 def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
-    """Workloads and modes, with the rows of eager, by hand and this library."""
-    for file, ways in WAYS.items():
-        rows = rows_of(f"{machine}/{file}")
-        for name in in_order(rows, workload):
-            of_name = [row for row in rows if workload(row) == name]
-            for mode, *names in ways:
-                yield name, mode, *(find(of_name, way) for way in names)
+    """Workloads and modes other than those of the duels, with the rows of eager, by hand and this library."""
+    rows = rows_of(f"{machine}/resnet50_infer")
+    for size in in_order(rows, lambda row: row["batch_size"]):
+        for mode, *ways in INFERENCE:
+            found = [find(rows, way, batch_size=size) for way in ways]
+            yield f"resnet50, inference, batch {size}", mode, *found  # type: ignore[misc]
     for file, mode in DDP.items():
         rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
         rows = [row for row in rows if row.get("step_ms")]
@@ -85,119 +108,122 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
 def answer(machine: str) -> None:
     """The time of a step: eager, by hand in the same mode, and with this library."""
     head = ["workload", "mode", "eager ms", "by hand ms", "this library ms", "speedup over eager (95% interval)"]
-    lines = [
+    lines = []
+    for duel in duels_of(machine):
+        eager, hand, ours = duel["eager"], by_hand(duel), duel["bare"]
+        cells = [f"{ours['model']}, training, batch {ours['batch_size']}", ours["mode"]]
+        cells += [ms(row["step_ms"]) for row in (eager, hand, ours)]
+        lines.append([*cells, with_interval(compare_pairs(eager, ours))])
+    lines += [
         [name, mode, *(ms(row["step_ms"]) if row else "" for row in (eager, hand, ours)), speedup(eager, ours)]
         for name, mode, eager, hand, ours in comparisons(machine)
         if eager.get("step_ms") and ours.get("step_ms")
     ]
-    print_from(machine, [*WAYS, *DDP, "fsdp2"], head, lines)
+    print_from(machine, ["duel_*", "resnet50_infer", *DDP, "fsdp2"], head, lines)
 
 
-def with_cudagraphs(machine: str) -> None:
-    """The part of `answer` with one GPU and CUDA graphs. The loop of inference stands in the cell of the workload."""
-    lines = [
-        [", ".join([name, *mode.split(", ")[2:]]), *(ms(row["step_ms"]) for row in (eager, hand, ours)),
-         times(eager["step_ms"] / ours["step_ms"])]
-        for name, mode, eager, hand, ours in comparisons(machine)
-        if mode.startswith("reduce-overhead") and "DDP" not in name
-        if all(row.get("step_ms") for row in (eager, hand, ours))
-    ]  # fmt: skip
-    print_table(["workload", "eager ms", "by hand ms", "this library ms", "speedup over eager"], lines)
+def means(machine: str) -> None:
+    """The geometric mean of the speedups of the bare line over other ways, and the lowest and the highest one."""
+    lines, found = [], duels_of(machine)
+    for name in ("eager", "reduce-overhead", "default"):
+        speedups = [compare_pairs(duel[name], duel["bare"]) for duel in found]
+        mean = "{:.2f}x ({:.2f} to {:.2f})".format(*mean_of(speedups))
+        lines.append([f"`{DUELISTS[name]}`" if name != "eager" else name, mean])
+        lines[-1] += [times(end(row["speedup"] for row in speedups)) for end in (min, max)]
+    print_table(["over", "geometric mean (95% interval)", "lowest", "highest"], lines)
+
+
+def training(machine: str) -> None:
+    """The step times of the duels, and the speedups of the bare line."""
+    lines = []
+    for duel in duels_of(machine):
+        eager, hand, ours = (duel[name] for name in ("eager", "reduce-overhead", "bare"))
+        cells = [f"{ours['model']}, {ours['batch_size']}", ours["mode"]]
+        cells += [ms(row["step_ms"]) for row in (eager, duel["default"], hand, ours)]
+        compared = times(compare_pairs(eager, ours)["speedup"]), with_interval(compare_pairs(hand, ours))
+        lines.append([*cells, *compared])
+    head = ["model, batch size", "mode", "eager ms", "default ms", "reduce-overhead ms", "`InductorCompile()` ms"]
+    print_table([*head, "over eager", "over reduce-overhead"], lines)
+
+
+def slower(machine: str) -> None:
+    """The duels that the faster way by hand wins clearly."""
+    found, lost = duels_of(machine), []
+    for duel in found:
+        hand = min((duel["default"], duel["reduce-overhead"]), key=lambda row: row["step_ms"])
+        compared = compare_pairs(duel["bare"], hand)
+        if compared["faster"]:
+            lost.append(f"{workload(duel)} by {compared['speedup'] - 1:.0%}")
+    text = f"clearly slower than the faster mode by hand in {len(lost) or 'none'} of {len(found)} rows"
+    print(f"{text}: {joined(lost)}" if lost else text)
+
+
+def whole_steps(machine: str) -> None:
+    """A CUDA graph of the whole step against the bare line."""
+    parts = [
+        f"{ms(duel['graph']['step_ms'])} ms instead of {ms(duel['bare']['step_ms'])} ms for {workload(duel)} "
+        f"({times(compare_pairs(duel['bare'], duel['graph'])['speedup'])})"
+        for duel in duels_of(machine)
+        if duel["graph"]
+    ]
+    print(joined(parts))
 
 
 def no_gain(machine: str) -> None:
-    """The five compiled ways with the lowest speedups, of those that are not faster than eager by more than noise."""
-    rows = [row for name in WITH_INTERVALS for row in rows_of(f"{machine}/{name}")]
-    rows = [row for row in rows if row["faster"] is False and "eager" not in row["way"]]
-    lines = []
-    for row in sorted(rows, key=lambda row: row["speedup"])[:5]:
-        verdict = "slower" if row["speedup_interval"][1] < 1 else "no clear difference"
-        lines.append([workload(row), row["way"], with_interval(row), verdict])
-    print_table(["workload", "way", "speedup over eager (95% interval)", "steps"], lines)
-
-
-def modes(machine: str) -> None:
-    """Eager and the modes of this library, for each ordinary model."""
-    rows = rows_of(f"{machine}/ordinary_*")
-    ways = {**MODES, '"auto"': 'InductorCompile("auto")'}
-    lines = []
-    for model in in_order(rows, lambda row: row["model"]):
-        eager, *ours = (find(rows, way, model=model) for way in ("eager", *ways.values()))
-        cells = (f"{ms(row['step_ms'])} ms, {with_interval(row)}" if row["step_ms"] else "failed" for row in ours)
-        lines.append([f"{model}, batch {eager['batch_size']}", f"{ms(eager['step_ms'])} ms", *cells])
-    print_from(machine, ["ordinary_*"], ["model", "eager", *ways], lines)
+    """The duels in which compiled code without CUDA graphs is not clearly faster than eager code."""
+    found = [(duel, compare_pairs(duel["eager"], duel["default"])) for duel in duels_of(machine)]
+    rest = [f"{workload(duel)} ({times(compared['speedup'])})" for duel, compared in found if not compared["faster"]]
+    text = f"clearly faster than eager in {len(found) - len(rest)} of {len(found)} rows"
+    print(f"{text}, and not for {joined(rest)}" if rest else text)
 
 
 def fastest(machine: str) -> None:
-    """How often `reduce-overhead` is faster than eager and `default` on the ordinary models, and the speedups."""
-    rows, ways = rows_of(f"{machine}/ordinary_*"), ("eager", *MODES.values())
-    of_models = [[find(rows, way, model=model) for way in ways] for model in in_order(rows, lambda row: row["model"])]
-    of_models = [of_model for of_model in of_models if all(row["step_ms"] for row in of_model)]
+    """What the bare line chose, how often it is faster than eager and `default`, and the speedups."""
+    found = duels_of(machine)
+    chosen = sum(duel["bare"]["mode"].startswith("reduce-overhead") for duel in found)
     wins = [
-        sum(compare_blocks(of_model[other]["block_ms"], of_model[2]["block_ms"])["faster"] is True
-            for of_model in of_models)
-        for other in (0, 1)
-    ]  # fmt: skip
+        sum(compare_pairs(duel[other], duel["bare"])["faster"] is True for duel in found)
+        for other in ("eager", "default")
+    ]
     ranges = []
-    for number in (1, 2):
-        ratios = [of_model[0]["step_ms"] / of_model[number]["step_ms"] for of_model in of_models]
+    for name in ("bare", "default"):
+        ratios = [compare_pairs(duel["eager"], duel[name])["speedup"] for duel in found]
         ranges.append(f"{min(ratios):.2f} to {max(ratios):.2f} times")
     print(
-        f"`reduce-overhead` was clearly faster than eager on {wins[0]} of {len(of_models)} models, and clearly faster "
-        f"than `default` on {wins[1]}. Its steps were {ranges[1]} as fast as eager steps, and those of `default` "
-        f"{ranges[0]}"
+        f'`"fast"` became `"reduce-overhead"` in {chosen} of {len(found)} workloads. It was clearly faster than eager '
+        f"in {wins[0]}, and clearly faster than `net.compile()` in {wins[1]}. Its steps were {ranges[0]} as fast as "
+        f"eager steps, and those of `net.compile()` {ranges[1]}"
     )
 
 
-def against_hand(machine: str) -> None:
-    """The steps of this library against those by hand: steady workloads, and others with CUDA graphs."""
-    steady, noisy = list[float](), list[float]()
-    for _, mode, _, hand, ours in comparisons(machine):
-        if all(row.get("spread_ms") is not None for row in (hand, ours)):
-            if "`predict`" in mode and hand["batch_size"] == 1:  # the page explains this case
-                continue
-            is_steady = all(row["spread_ms"] < LITTLE * row["step_ms"] for row in (hand, ours))
-            if is_steady or mode.startswith("reduce-overhead"):
-                (steady if is_steady else noisy).append(ours["step_ms"] / hand["step_ms"])
-    text = (
-        f"In {len(steady)} rows, the interquartile range of the blocks is below {LITTLE:.0%} of a step, by hand and "
-        f"with this library. There, this library takes {min(steady):.2f} to {max(steady):.2f} times as long as by hand"
-    )
-    if noisy:
-        text += (
-            f". In the other rows with one GPU and mode `reduce-overhead`, it takes {min(noisy):.2f} to "
-            f"{max(noisy):.2f} times as long"
-        )
-    print(text)
-
-
-def compile_costs(machine: str) -> None:
-    """The compile times and the break-even steps of the ordinary models."""
-    rows = [row for row in rows_of(f"{machine}/ordinary_*") if row["way"] in MODES.values() and row["step_ms"]]
-    seconds = [row["compile_seconds"] for row in rows]
-    steps = [row["break_even_steps"] for row in rows if row["break_even_steps"] is not None]
-    print(
-        f"compiling took {min(seconds):.0f} to {max(seconds):.0f} s, and a run saves time after {min(steps):,.0f} to "
-        f"{max(steps):,.0f} steps. In {len(rows) - len(steps)} of {len(rows)} runs, the report sees no difference yet "
-        "and names no number"
-    )
+def inference(machine: str) -> None:
+    """The speedups of inference with frozen weights and CUDA graphs in `trainer.predict`."""
+    parts = [
+        f"{times(eager['step_ms'] / ours['step_ms'])} at {name.rpartition(', ')[2]}"
+        for name, mode, eager, _, ours in comparisons(machine)
+        if mode == INFERENCE[1][0]
+    ]
+    print(joined(parts))
 
 
 def predict_at_batch_1(machine: str) -> None:
     """A step of `trainer.predict` with and without this library."""
     rows = [row for row in rows_of(f"{machine}/resnet50_infer") if row["batch_size"] == 1]
-    ours, hand = (find(rows, WAYS["resnet50_infer"][1][way]) for way in (3, 2))
+    ours, hand = (find(rows, INFERENCE[1][way]) for way in (3, 2))
     print(f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms")
 
 
 def same_code(machine: str) -> None:
-    """The largest ratio of the eager steps of ResNet-50 at batch 16 in several tables."""
-    work = {"model": "resnet50", "phase": "train", "batch_size": 16}
-    steps = [
-        find(rows_of(f"{machine}/resnet50_train*"), "eager", **work)["step_ms"],
-        find(rows_of(f"{machine}/background_resnet50_16"), "eager")["steady_ms"],
+    """The largest ratio of two tables' eager steps of the same workload."""
+    others = read(f"{machine}/background_*")
+    ratios = [
+        find(other["rows"], "eager")["steady_ms"] / duel["eager"]["step_ms"]
+        for duel in duels_of(machine)
+        for other in others
+        if other["title"].startswith("{model}, batch {batch_size},".format(**duel["eager"]))
     ]
-    print(f"up to {max(steps) / min(steps):.1f} times as long")
+    ratios += [1 / ratio for ratio in ratios]
+    print(f"up to {max(ratios):.1f} times as long")
 
 
 def tiny_overhead(machine: str) -> None:
@@ -263,18 +289,14 @@ def first_compile(machine: str) -> None:
 
 def chart_origin(machine: str) -> None:
     """The machine, the versions and the day of the bars of the chart, without the commits."""
-    found = origins([*read(f"{machine}/resnet50_train"), *read(f"{machine}/ordinary_*")])
-    print(re.sub(r", commit .*(?=, [-\d]+$)", "", found))
+    print(re.sub(r", commit .*(?=, [-\d]+( to |$))", "", origins(read(f"{machine}/duel_*"))))
 
 
 def of_by_hand(machine: str) -> None:
-    """The steps of the bars against those by hand, in the same mode."""
-    ratios = [
-        ours["step_ms"] / hand["step_ms"]
-        for name, mode, _, hand, ours in comparisons(machine)
-        if mode == "reduce-overhead" and "DDP" not in name
-    ]
-    print(f"{statistics.geometric_mean(ratios):.2f} times as long")
+    """The steps of the bars against those by hand in the same mode, and the longest one in relation."""
+    found = [compare_pairs(duel["bare"], by_hand(duel)) for duel in duels_of(machine)]
+    mean = "{:.2f} times as long ({:.2f} to {:.2f})".format(*mean_of(found))
+    print(f"{mean} in the geometric mean, and at most {max(row['speedup'] for row in found):.2f} times")
 
 
 def whole_graphs(machine: str) -> None:
@@ -285,22 +307,10 @@ def whole_graphs(machine: str) -> None:
     print(f"a step with {size} images on each GPU took {whole['step_ms']:.0f} ms instead of {split['step_ms']:.0f} ms")
 
 
-def max_pool(machine: str) -> None:
-    """Training with and without the example's pass, as a table."""
-    without = 'InductorCompile("reduce-overhead")'
-    rows, lines = rows_of(f"{machine}/resnet50_train*"), []
-    for size in in_order(rows, lambda row: row["batch_size"]):
-        ways = ("eager", without, f"{without}, TritonMaxPoolBackward")
-        found = [find(rows, way, batch_size=size) for way in ways]
-        lines.append([workload(found[0]), *(ms(row["step_ms"]) for row in found), speedup(*found[1:])])
-    head = ["workload", "eager ms", "without the pass ms", "with the pass ms", "ratio (95% interval)"]
-    print_from(machine, ["resnet50_train*"], head, lines)
-
-
 def memory_peaks(machine: str) -> None:
     """The peak memory of a model like GPT-2: eager, the mode default, and settings for less memory."""
     rows = {row["way"]: row["peak_memory_mib"] for row in rows_of(f"{machine}/memory")}
-    default, few = MODES["default"], 'baseline_steps=0, verify="off"'
+    default, few = 'InductorCompile("default")', 'baseline_steps=0, verify="off"'
     print(
         f"eager steps need {rows['eager']:,.0f} MiB, the mode default {rows[default]:,.0f} MiB, the first two "
         f"settings {rows[few]:,.0f} MiB, and all three {rows[f'{few}, activation_memory_budget=0.5']:,.0f} MiB"
@@ -315,7 +325,7 @@ def warm_seconds(machine: str) -> None:
 
 
 SUMMARIES = [
-    answer, with_cudagraphs, no_gain, modes, fastest, against_hand, compile_costs, predict_at_batch_1, tiny_overhead,
-    cost_of_comparison, same_code, fsdp2_step, whole_graphs, max_pool, longest_step, longest_steps, behind_eager,
-    first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
+    answer, means, training, slower, whole_steps, no_gain, fastest, inference, predict_at_batch_1, tiny_overhead,
+    cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, behind_eager, first_compile,
+    chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip

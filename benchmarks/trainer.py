@@ -29,18 +29,6 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9, fused=True)
 
 
-class Ordinary(Classifier):
-    """Trains as most users write it: with AdamW, and the loss is logged."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-4)
-
-
 class Repeated(Dataset):
     """Returns the same batches again and again, so that data loading is not measured."""
 
