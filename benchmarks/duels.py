@@ -151,9 +151,10 @@ def prepared(args: Any) -> dict[str, Any]:
     for name in args.ways:
         began = time.perf_counter()
         way = ways[name] = GraphOfStep(args) if name == "graph" else Way(name, args)
-        way.run(WARM_UP_STEPS, 30)  # more than the eager steps of the callback
-        while not way.has_chosen:
-            way.run(1, args.prepare_steps)
+        with only_script_on_this_gpu() if name == "auto" else contextlib.nullcontext():  # it measures before it chooses
+            way.run(WARM_UP_STEPS, 30)  # more than the eager steps of the callback
+            while not way.has_chosen:
+                way.run(1, args.prepare_steps)
         say(f"{args.model}, batch {args.batch_size}: {name} is ready after {time.perf_counter() - began:.0f} s")
     return ways
 

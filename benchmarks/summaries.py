@@ -147,14 +147,16 @@ def training(machine: str) -> None:
 
 
 def slower(machine: str) -> None:
-    """The duels that the faster way by hand wins clearly."""
+    """The duels that the faster way by hand wins clearly, and by a hundredth or more."""
     found, lost = duels_of(machine), []
     for duel in found:
         hand = min((duel["default"], duel["reduce-overhead"]), key=lambda row: row["step_ms"])
         compared = compare_pairs(duel["bare"], hand)
-        if compared["faster"]:
+        if compared["faster"] and compared["speedup"] >= 1.01:
             lost.append(f"{workload(duel)} by {compared['speedup'] - 1:.0%}")
-    text = f"clearly slower than the faster mode by hand in {len(lost) or 'none'} of {len(found)} rows"
+    text = (
+        f"slower than the faster mode by hand, clearly and by 1% or more, in {len(lost) or 'none'} of {len(found)} rows"
+    )
     print(f"{text}: {joined(lost)}" if lost else text)
 
 
