@@ -55,7 +55,9 @@ def vit():
 def unet():
     import segmentation_models_pytorch as smp
 
-    return smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, decoder_channels=(16, 8, 8), classes=CLASSES)
+    net = smp.Unet("resnet18", encoder_depth=3, encoder_weights=None, decoder_channels=(16, 8, 8), classes=CLASSES)
+    net.encoder.layer3 = net.encoder.layer4 = nn.Identity()  # unused, and most of the memory of a comparison
+    return net
 
 
 def images(batches: int, sizes: tuple[int, ...] = (32,), *, masks: bool = False, seed: int = 0) -> DataLoader:
@@ -182,7 +184,7 @@ TRIALS = [
         make=lambda: _Images(unet()),
         train=lambda: images(16, masks=True),
         validate=lambda: images(8, (32, 48), masks=True, seed=1),
-        chaotic=True,
+        settings={"precision": "64-true"},  # in float32, values that round to another side of a ReLU move the gradients
     ),
     Trial(
         name="monai U-Net, sliding windows", make=Volumes, train=lambda: patches(16), validate=lambda: whole_images(8)
