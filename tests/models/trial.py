@@ -19,7 +19,6 @@ class Trial:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the Trainer
     tolerance: float = 1e-3
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callback
-    chaotic: bool = False  # training amplifies rounding, so that the runs may not tell
 
 
 class Trained(pl.LightningModule):
