@@ -78,7 +78,7 @@ NEEDED = {
     "autograd.restored_after_error": NO_PUBLIC_FUNCTION,
     "inductor.without_cuda_graphs": "tests/gpu/test_verification.py",
     "inductor.end_failed_warmup": "tests/gpu/test_memory.py",
-    "inductor.begin_marks": "tests/gpu/test_cuda_graphs.py",
+    "inductor.begin_marks": "tests/lightning/test_stopwatch.py",
     "dynamo.compile_function": lambda _: set(inspect.signature(torch.compile).parameters) <= PARAMETERS,
     "dynamo.transform_checks": NO_PUBLIC_FUNCTION,
     "dynamo.without_odd_gradients": lambda _: hasattr(torch.distributed.fsdp, "FullyShardedDataParallel"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from torch import nn
-from torch._dynamo.callback import callback_handler
 from torch._inductor import cudagraph_trees
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
@@ -242,12 +241,8 @@ def test_a_module_that_stays_compiled_trains_in_a_loop_of_the_user():
         trainer(*callbacks, accelerator="gpu").fit(module, loader(12))
         module.cuda().train()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        outputs, by_hand, recordings = [], torch.compile(mlp().cuda(), mode="reduce-overhead"), []
-        callback_handler.register_start_callback(recordings.append)
-        for i, (x, y) in enumerate(loader(8)):
-            if i == 5:
-                recordings.clear()
-            by_hand(x.cuda()).sum().backward()
+        outputs = []
+        for x, y in loader(8):
             out = module(x.cuda())
             outputs.append(out.detach())
             loss = nn.functional.cross_entropy(out, y.cuda())
@@ -255,8 +250,6 @@ def test_a_module_that_stays_compiled_trains_in_a_loop_of_the_user():
             loss.backward()
             optimizer.step()
         losses.append((module.losses, outputs))
-        callback_handler.start_callbacks.pop()
-        assert recordings == []  # torch knows where a step of this loop begins
     torch.testing.assert_close(*losses, rtol=2e-3, atol=2e-4)
 
 

@@ -85,18 +85,22 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
     pytest.fail(f"the clocks are apart by {found}; allowed: {ALLOWED}")
 
 
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    steps_on_gpu = "compile_callbacks.session.steps_on_gpu.StepsOnGpu"
+    monkeypatch.setattr(f"{steps_on_gpu}.begin", lambda steps, device: setattr(steps, "on_gpu", True))
+    monkeypatch.setattr(f"{steps_on_gpu}.free_cached", lambda steps: None)
+
+
 @pytest.mark.all_versions
 @pytest.mark.usefixtures("recompiles_at_once", "captured_graph")
-@pytest.mark.filterwarnings("ignore:.*asks for CUDA graphs")
-@pytest.mark.parametrize(("on_gpu", "mode"), [(False, "default"), (True, "default"), (True, "reduce-overhead")])
-def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is_recorded(on_gpu, mode, monkeypatch):
-    calls, mark = Counter(), torch.compiler.cudagraph_mark_step_begin
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: mark() or calls.update(["mark"]))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is_recorded(on_gpu, request, monkeypatch):
+    calls = Counter()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.update(["mark"]))
     if on_gpu:
-        steps_on_gpu = "compile_callbacks.session.steps_on_gpu.StepsOnGpu"
-        monkeypatch.setattr(f"{steps_on_gpu}.begin", lambda steps, device: setattr(steps, "on_gpu", True))
-        monkeypatch.setattr(f"{steps_on_gpu}.free_cached", lambda steps: None)
-    callback = InductorCompile(mode, targets=["net"], baseline_steps=0, verify="off")
+        request.getfixturevalue("as_on_gpu")
+    callback = InductorCompile(targets=["net"], baseline_steps=0, verify="off")
     module = Classifier()
     module.on_before_zero_grad = lambda optimizer: calls.update([torch.autograd.is_multithreading_enabled()])
     batches = DataLoader([*loader(400), *loader(1, batch_size=6), *loader(399)], batch_size=None)
@@ -107,19 +111,14 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     assert series["compiling"] == [1, 401]
     assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
-    assert calls["mark"] == (
-        800 if mode == "reduce-overhead" else 0
-    )  # a mark also ends steps of the user's CUDA graphs
+    assert calls["mark"] == 0  # a mark also ends steps of the user's CUDA graphs
     assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step
 
 
 @pytest.mark.all_versions
 @pytest.mark.filterwarnings("ignore:.*asks for CUDA graphs")
-@pytest.mark.usefixtures("captured_graph")
+@pytest.mark.usefixtures("captured_graph", "as_on_gpu")
 def test_marks_of_steps_end_with_the_run_that_began_them(monkeypatch):
-    steps_on_gpu = "compile_callbacks.session.steps_on_gpu.StepsOnGpu"
-    monkeypatch.setattr(f"{steps_on_gpu}.begin", lambda steps, device: setattr(steps, "on_gpu", True))
-    monkeypatch.setattr(f"{steps_on_gpu}.free_cached", lambda steps: None)
     callback, module, steps = InductorCompile("reduce-overhead", None, baseline_steps=0, verify="off"), Classifier(), []
     module.on_before_zero_grad = lambda optimizer: steps.append(MarkStepBox.mark_step_counter)
     for _ in range(2):
