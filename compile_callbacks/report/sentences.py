@@ -191,7 +191,7 @@ def _times(speedup: float) -> str:
 
 def _ms(value: float) -> str:
     """Format milliseconds with three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def _duration(seconds: float) -> str:
