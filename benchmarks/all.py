@@ -76,7 +76,11 @@ TABLES = {
     "background_gpt2": Table(f"{BACKGROUND} --model gpt2 --batch-size 8 --mode default", 180),
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
-    "memory": Table("memory.py", 240),
+    "memory": Table("memory.py", 300),
+    **{
+        f"memory_{model}_{size}": Table(f"memory.py --model {model} --batch-size {size} --steps 400", 200, lanes=1)
+        for model, size in ROWS
+    },
     "verification_cost": Table("verification_cost.py", 120),
     "warm_start": Table("warm_start.py --pairs 1 --warm-runs 7 --no-moved", 350),
 }

@@ -1,6 +1,7 @@
-"""GPU memory of training a model like GPT-2: compiled by hand, with the defaults of the callback, and with less memory.
+"""GPU memory of training: a model like GPT-2 with settings for less memory, or another model in several modes.
 
     python benchmarks/memory.py --json memory.json            # each way in its own process
+    python benchmarks/memory.py --model resnet50 --batch-size 16 --steps 400  # long enough for the choice of "auto"
     python benchmarks/memory.py --tiny --device cpu --steps 20  # without figures of memory, to test the script
 
 The model has the size of GPT-2 (12 layers, width 768, 1,024 tokens) and computes its loss itself. Each way is one
@@ -17,27 +18,32 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from models import make
 from tables import Row, in_own_process, parser_for, print_columns, save, say, write_row
 from torch import Tensor, nn
-from trainer import BlockClock, make_trainer
+from trainer import BlockClock, Classifier, make_trainer
 
 from compile_callbacks import InductorCompile
 from compile_callbacks.report.file import environment
 
 LAST_STEPS = 5
-LESS: dict[str, Any] = {"baseline_steps": 0, "verify": "off"}
+LESS: dict[str, Any] = {"train_mode": "default", "baseline_steps": 0, "verify": "off"}
 CALLBACKS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "torch.compile by hand": None,
-    'InductorCompile("default")': {},
-    "baseline_steps=0": {"baseline_steps": 0},
+    'InductorCompile("default")': {"train_mode": "default"},
+    "baseline_steps=0": {"train_mode": "default", "baseline_steps": 0},
     'baseline_steps=0, verify="off"': LESS,
     'baseline_steps=0, verify="off", budget': LESS,
+    "InductorCompile()": {},
+    'InductorCompile("auto")': {"train_mode": "auto"},
 }
 """The arguments of the callback, for each way that has one."""
+MODES = 'InductorCompile("default")', "InductorCompile()", 'InductorCompile("auto")'  # the ways of another model
 COLUMNS = {
-    "way": "{}", "peak_memory_mib": "{:,.0f}", "last_peak_memory_mib": "{:,.0f}", "max_reserved_mib": "{:,.0f}",
-    "step_ms": "{:.1f}", "compared": "{}",
+    "model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "peak_memory_mib": "{:,.0f}",
+    "last_peak_memory_mib": "{:,.0f}", "max_reserved_mib": "{:,.0f}", "of_default": "{:.2f}", "step_ms": "{:.1f}",
+    "compared": "{}",
 }  # fmt: skip
 
 
@@ -105,28 +111,38 @@ def measure(way: str, args: argparse.Namespace) -> Row:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     size = (2, 64, 2, 500, 32) if args.tiny else (12, 768, 12, 50257, 1024)
-    net: nn.Module = LanguageModel(*size)
+    net: nn.Module
+    module: pl.LightningModule
+    batches: list[Any]
+    if args.model:
+        net, *batch = make(args.model, args.batch_size, args.image_size, args.device)
+        module, batches = Classifier(net), [batch] * args.steps
+    else:
+        net = LanguageModel(*size)
+        module, batches = Trained(net), [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
     if way == "torch.compile by hand":
         net.compile()
     callbacks: list[pl.Callback] = []
     arguments = CALLBACKS[way]
     if arguments is not None:
-        mode = {"activation_memory_budget": args.budget} if way.endswith("budget") else "default"
-        callbacks.append(InductorCompile(mode, None, **arguments))
+        budget = {"train_mode": {"activation_memory_budget": args.budget}} if way.endswith("budget") else {}
+        callbacks.append(InductorCompile(infer_mode=None, **(arguments | budget)))
     clock, peak = BlockClock(), LastPeak(args.steps - LAST_STEPS)
-    batches = [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
     trainer = make_trainer(args.device, *callbacks, clock, peak, num_sanity_val_steps=0)
-    trainer.fit(Trained(net), torch.utils.data.DataLoader(batches, batch_size=None))
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+    train = next((call.report.train for call in callbacks if isinstance(call, InductorCompile)), None)
     on_gpu = args.device == "cuda"
     last = torch.cuda.max_memory_allocated() if on_gpu else 0
     return {
+        "model": args.model,
+        "mode": train and train.mode,
         "way": way.replace("budget", f"activation_memory_budget={args.budget}"),
         "batch_size": args.batch_size,
         "peak_memory_mib": max(peak.earlier, last) / 2**20 if on_gpu else None,
         "last_peak_memory_mib": last / 2**20 if on_gpu else None,
         "max_reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if on_gpu else None,
         "step_ms": statistics.median(clock.block_ms[-LAST_STEPS:]),
-        "compared": next((call.report.train.verified for call in callbacks if isinstance(call, InductorCompile)), None),
+        "compared": train and train.verified,
         "environment": environment(),
     }
 
@@ -135,7 +151,9 @@ def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps of each way; the first 12 are eager with the defaults")
+    add("--model", help="a name of models.py; by default a model like GPT-2")
     add("--batch-size", type=int, default=8)
+    add("--image-size", type=int, default=224)
     add("--budget", type=float, default=0.5, help="activation_memory_budget of the last way")
     add("--tiny", action="store_true", help="a tiny model, to test the script")
     add("--run-way", help=argparse.SUPPRESS)
@@ -145,11 +163,15 @@ def main() -> None:
         write_row(measure(args.run_way, args))
         return
     rows = []
-    for way in CALLBACKS:
+    for way in MODES if args.model else CALLBACKS:
         say(way)
         rows.append(in_own_process(way))
         found = rows[-1].pop("environment")
-    title = f"a {'tiny ' if args.tiny else ''}model like GPT-2, training, batch {args.batch_size}"
+    before = next(row["peak_memory_mib"] for row in rows if row["way"] == MODES[0])
+    for row in rows if before else ():
+        row["of_default"] = row["peak_memory_mib"] / before
+    model = args.model or f"a {'tiny ' if args.tiny else ''}model like GPT-2"
+    title = f"{model}, training, batch {args.batch_size}"
     save(args.json, title, rows, found)
     print_columns(COLUMNS, rows)
 

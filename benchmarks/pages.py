@@ -112,8 +112,9 @@ rounding of the truth. The table shows the share of the gradients that are calle
 the compiled code from torch's cache.""",
     ),
     "memory": Table(
-        "memory", partial(print_columns, memory.COLUMNS), "Memory of a model like GPT-2",
-        "*Last peak memory* is the peak of the last five steps, and *max reserved* is that of torch's allocator.",
+        "memory*", partial(print_columns, memory.COLUMNS), "Memory",
+        """*Last peak memory* is the peak of the last five steps, *max reserved* is that of torch's allocator, and
+*of default* is the peak relative to that of the mode `default`. A row without a model is of a model like GPT-2.""",
     ),
     "warm_start": Table(
         "warm_start*", partial(print_columns, warm_start.COLUMNS), "Warm start",
