@@ -3,11 +3,10 @@
 python benchmarks/all.py --output FOLDER [--gpus 1] [--tables NAME ...] [--seconds 580] [--list]
 
 A call runs the tables in their order, as many at the same time as the --gpus allow. Each table has its own GPUs and the
-same share of the cores. Only duels share a GPU: one of them measures, and the other one compiles. A table starts only
-if its estimated duration fits into the rest of --seconds. A table that is in the folder --output is not run again, so
-the next call runs the other tables. Each script writes its rows as it measures them, into FOLDER/NAME.json.part, which
-becomes FOLDER/NAME.json when the script has ended. A table that does not end in time stays a part. FOLDER/NAME.log has
-the output of the script.
+same share of the cores. A table starts only if its estimated duration fits into the rest of --seconds. A table that is
+in the folder --output is not run again, so the next call runs the other tables. Each script writes its rows as it
+measures them, into FOLDER/NAME.json.part, which becomes FOLDER/NAME.json when the script has ended. A table that does
+not end in time stays a part. FOLDER/NAME.log has the output of the script.
 
 Each file names the commit, the device, the versions, the date and the command. A copy of the files that is no clone
 needs the variable COMMIT. To try the scripts on a CPU: ``--tables memory -- --device cpu --tiny``.
@@ -30,11 +29,11 @@ from pathlib import Path
 
 from tables import say
 
-DUELS = 2  # that share a GPU
-WAYS = "eager default reduce-overhead bare"
+WAYS = " --ways eager default reduce-overhead bare"
 ROWS = {  # more ways for some models
-    ("efficientnet_b0", 64): " graph", ("bert", 16): "", ("resnet50", 16): " graph", ("convnext_tiny", 32): "",
-    ("gpt2", 8): " auto", ("resnet50", 128): " auto", ("unet", 16): " auto", ("vit_b_16", 32): "",
+    ("efficientnet_b0", 64): f"{WAYS} graph", ("bert", 16): "", ("resnet50", 16): f"{WAYS} graph",
+    ("convnext_tiny", 32): "", ("gpt2", 8): f"{WAYS} auto", ("resnet50", 128): f"{WAYS} auto",
+    ("unet", 16): f"{WAYS} auto", ("vit_b_16", 32): "",
 }  # fmt: skip
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
 # Steps that the CPU limits vary by a factor of two within seconds, so their medians need many blocks.
@@ -49,7 +48,6 @@ class Table:
     command: str
     seconds: int
     gpus: int = 1
-    lanes: int = DUELS  # the part of a GPU that it needs
 
 
 TABLES = {
@@ -64,7 +62,7 @@ TABLES = {
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     **{
-        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size} --ways {WAYS}{more}", 250, lanes=1)
+        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}{more}", 200)
         for (model, size), more in ROWS.items()
     },
     "resnet50_infer": Table(
@@ -78,7 +76,7 @@ TABLES = {
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
     "memory": Table("memory.py", 300),
     **{
-        f"memory_{model}_{size}": Table(f"memory.py --model {model} --batch-size {size} --steps 400", 200, lanes=1)
+        f"memory_{model}_{size}": Table(f"memory.py --model {model} --batch-size {size} --steps 400", 120)
         for model, size in ROWS
     },
     "verification_cost": Table("verification_cost.py", 120),
@@ -89,20 +87,19 @@ TABLES = {
 class Running:
     """A script that runs, on some of the GPUs."""
 
-    def __init__(self, name: str, lanes: list[int], of: int, output: Path, more: Sequence[str]) -> None:
-        self.name, self.lanes, self._began = name, lanes, time.perf_counter()
-        self.gpus = sorted({lane // DUELS for lane in lanes})
+    def __init__(self, name: str, gpus: list[int], of: int, output: Path, more: Sequence[str]) -> None:
+        self.name, self.gpus, self._began = name, gpus, time.perf_counter()
         self._part, self._file = output / f"{name}.json.part", output / f"{name}.json"
         script, *options = shlex.split(TABLES[name].command)
         command = [sys.executable, str(HERE / script), *options, *more, "--json", str(self._part)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(of)))).split(",")
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in self.gpus)}
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in gpus)}
         with (output / f"{name}.log").open("w") as log:
             self._process = subprocess.Popen(
                 command, env={**os.environ, **devices}, stdout=log, stderr=log, start_new_session=True
             )
         cores = sorted(os.sched_getaffinity(0))
-        mine = {core for number, core in enumerate(cores) if number * of * DUELS // len(cores) in lanes}
+        mine = {core for number, core in enumerate(cores) if number * of // len(cores) in gpus}
         os.sched_setaffinity(self._process.pid, mine or cores)
 
     def has_ended(self) -> bool:
@@ -124,21 +121,17 @@ class Running:
 
 def run(names: list[str], gpus: int, seconds: float, output: Path, more: Sequence[str]) -> None:
     """Run tables until all have ended, or until the time is used up."""
-    ends, free, running = time.perf_counter() + seconds, list(range(gpus * DUELS)), list[Running]()
+    ends, free, running = time.perf_counter() + seconds, list(range(gpus)), list[Running]()
     try:
         while True:
             left = ends - time.perf_counter()
             for script in [script for script in running if script.has_ended()]:
                 script.end()
                 running.remove(script)
-                free = sorted(free + script.lanes)
+                free = sorted(free + script.gpus)
             for name in list(names):
-                table = TABLES[name]
-                of_gpus = [[lane for lane in free if lane // DUELS == gpu] for gpu in range(gpus)]
-                fitting = sorted((lanes for lanes in of_gpus if len(lanes) >= table.lanes), key=len, reverse=True)
-                if table.gpus <= len(fitting) and table.seconds <= left:
-                    mine = [lane for lanes in fitting[: table.gpus] for lane in lanes[: table.lanes]]
-                    free = [lane for lane in free if lane not in mine]
+                if TABLES[name].gpus <= len(free) and TABLES[name].seconds <= left:
+                    mine, free = free[: TABLES[name].gpus], free[TABLES[name].gpus :]
                     names.remove(name)
                     running.append(Running(name, mine, gpus, output, more))
             if not running or left < 0:

@@ -1,24 +1,19 @@
 """Ways to train a model, timed in one process in alternating blocks: eager, compiled by hand, and this library.
 
 A block is a `Trainer.fit` of some steps, timed after its first steps. The blocks of all ways alternate, in both orders,
-and each pair of blocks gives one ratio, so that a machine that becomes faster or slower favors no way. The way "graph
+and each pair of blocks gives one ratio, so that drift between rounds does not change the median ratio. The way "graph
 of the step" is no Trainer: it is a CUDA graph of forward pass, backward pass and fused optimizer, the least time that
-launching the same kernels can take. Scripts that share a GPU measure one after another, and compile at the same time.
+launching the same kernels can take.
 
 python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager bare ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,25 +131,15 @@ class GraphOfStep:
         return (time.perf_counter() - began) / steps * 1000
 
 
-@contextlib.contextmanager
-def only_script_on_this_gpu() -> Iterator[None]:
-    """Wait until no other script measures on the GPU."""
-    path = Path(tempfile.gettempdir(), f"gpu_{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}.lock")
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def prepared(args: Any) -> dict[str, Any]:
     """The ways, compiled."""
     ways: dict[str, Any] = {}
     for name in args.ways:
         began = time.perf_counter()
         way = ways[name] = GraphOfStep(args) if name == "graph" else Way(name, args)
-        with only_script_on_this_gpu() if name == "auto" else contextlib.nullcontext():  # it measures before it chooses
-            way.run(WARM_UP_STEPS, 30)  # more than the eager steps of the callback
-            while not way.has_chosen:
-                way.run(1, args.prepare_steps)
+        way.run(WARM_UP_STEPS, 30)  # more than the eager steps of the callback
+        while not way.has_chosen:
+            way.run(1, args.prepare_steps)
         say(f"{args.model}, batch {args.batch_size}: {name} is ready after {time.perf_counter() - began:.0f} s")
     return ways
 
@@ -205,14 +190,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     ways = prepared(args)
     block_ms: dict[str, list[float]] = {name: [] for name in ways}
-    with only_script_on_this_gpu():
-        for name in MODES.keys() & ways.keys():
-            ways[name].run(1, args.prepare_steps)
-        for number in range(args.pairs):
-            for name in reversed(ways) if number % 2 else ways:
-                block_ms[name].append(ways[name].run(WARM_UP_STEPS, args.block_steps))
+    for name in MODES.keys() & ways.keys():
+        ways[name].run(1, args.prepare_steps)
+    for number in range(args.pairs):
+        for name in reversed(ways) if number % 2 else ways:
+            block_ms[name].append(ways[name].run(WARM_UP_STEPS, args.block_steps))
     rows = [{"model": args.model, "batch_size": args.batch_size} | row for row in rows_of(ways, block_ms)]
-    with_speedups(rows)
     save(args.json, f"{args.model}, batch {args.batch_size}, ways that alternate in one process", rows)
     show(rows)
 

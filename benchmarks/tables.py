@@ -63,7 +63,7 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
 def compare_pairs(before: Row, after: Row) -> dict[str, Any]:
     """Return `compare_blocks` of two ways whose blocks alternate: the median ratio of two blocks of the same round.
 
-    A machine that becomes slower or faster changes both blocks of a round, and not their ratio.
+    Drift between rounds changes both blocks of a round, and hardly their ratio.
     """
     ratios = [theirs / ours for theirs, ours in zip(before["block_ms"], after["block_ms"], strict=True)]
     return compare_blocks(ratios, [1.0] * len(ratios))
@@ -137,10 +137,11 @@ def command_line() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
 
 
-def in_own_process(way: str) -> Row:
-    """Run this script with ``--run-way`` in a process with an empty cache; the process writes its row to `ROW`."""
+def in_own_process(way: str, *, empty_cache: bool = True) -> Row:
+    """Run this script with ``--run-way`` in a process, which has an empty cache, and writes its row to `ROW`."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        caches = caches if empty_cache else {}
         command = [sys.executable, *sys.argv, "--run-way", way]
         subprocess.run(command, env={**os.environ, **caches, "ROW": f"{folder}/row"}, check=True)
         return json.loads(Path(folder, "row").read_text())
@@ -176,7 +177,7 @@ def tried(row: Row) -> str:
 
 
 def cell(value: Any, form: str) -> str:
-    """A value as a cell. Words, such as "never" instead of a number of steps, stay unchanged."""
+    """A value as a cell. Words, stay unchanged."""
     return "-" if value is None else value if isinstance(value, str) else form.format(value)
 
 
