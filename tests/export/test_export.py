@@ -222,6 +222,7 @@ def test_a_module_that_cannot_be_exported_is_an_error_with_its_line(tmp_path, fu
     assert len(str(failed.value)) < 750
     assert list(tmp_path.iterdir()) == []
     assert module.training
+    torch.nn.modules.module._global_buffer_registration_hooks.clear()  # torch 2.11 leaves one after a failed export
 
 
 def changed(package, to, change):
