@@ -163,8 +163,8 @@ def slower(machine: str) -> None:
 def whole_steps(machine: str) -> None:
     """A CUDA graph of the whole step against the bare line."""
     parts = [
-        f"{ms(duel['graph']['step_ms'])} ms instead of {ms(duel['bare']['step_ms'])} ms for {workload(duel)} "
-        f"({with_interval(compare_pairs(duel['bare'], duel['graph']))})"
+        f"{ms(duel['graph']['step_ms'])} ms instead of {ms(duel['bare']['step_ms'])} ms for {workload(duel)}, "
+        f"{with_interval(compare_pairs(duel['bare'], duel['graph']))}"
         for duel in duels_of(machine)
         if duel["graph"]
     ]
