@@ -165,6 +165,7 @@ TRIALS = [
         name="anomalib STFPM",
         make=stfpm,
         train=lambda: inspected(16),  # torch 2.15 traces the validation four times because of tv_tensors.Image
+        tolerance=0.05,  # its batches stay in float32, and values round to another side of a ReLU
     ),
     Trial(
         name="lightly BYOL with EMA",
