@@ -53,7 +53,7 @@ RUN_STEPS = 15_000  # the announced length of each run, with which the callback 
 
 
 class EndsEarly(Classifier):
-    """Ends a run after some steps, and leaves its weights on the GPU, where torch has recorded their addresses."""
+    """Ends a run after some steps, and leaves its weights on the GPU, because torch records their addresses."""
 
     last = 0
 
@@ -112,7 +112,7 @@ class GraphOfStep:
             loss.backward()
             optimizer.step()
 
-        self.used = optimizer, inputs, labels  # the graph has their addresses only
+        self.used = net, optimizer, inputs, labels  # the graph has their addresses only
         compiled, self.graph, stream = torch.compile(net), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(4):

@@ -163,12 +163,12 @@ def slower(machine: str) -> None:
 def whole_steps(machine: str) -> None:
     """A CUDA graph of the whole step against the bare line."""
     parts = [
-        f"{ms(duel['graph']['step_ms'])} ms instead of {ms(duel['bare']['step_ms'])} ms for {workload(duel)}, "
-        f"{with_interval(compare_pairs(duel['bare'], duel['graph']))}"
+        f"step of {workload(duel)} took {ms(duel['graph']['step_ms'])} ms instead of "
+        f"{ms(duel['bare']['step_ms'])} ms, {with_interval(compare_pairs(duel['bare'], duel['graph']))}"
         for duel in duels_of(machine)
         if duel["graph"]
     ]
-    print(joined(parts))
+    print(f"a {'. A '.join(parts)}")
 
 
 def no_gain(machine: str) -> None:
@@ -180,7 +180,7 @@ def no_gain(machine: str) -> None:
 
 
 def fastest(machine: str) -> None:
-    """What the bare line chose, how often it is faster than eager and `default`, and the speedups."""
+    """The mode that the bare line chose, how often it is faster than eager and `default`, and the speedups."""
     found = duels_of(machine)
     chosen = sum(duel["bare"]["mode"].startswith("reduce-overhead") for duel in found)
     wins = [

@@ -63,7 +63,7 @@ def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict
 def compare_pairs(before: Row, after: Row) -> dict[str, Any]:
     """Return `compare_blocks` of two ways whose blocks alternate: the median ratio of two blocks of the same round.
 
-    Drift between rounds changes both blocks of a round, and hardly their ratio.
+    Drift between rounds changes both blocks of a round by about the same factor.
     """
     ratios = [theirs / ours for theirs, ours in zip(before["block_ms"], after["block_ms"], strict=True)]
     return compare_blocks(ratios, [1.0] * len(ratios))
@@ -177,7 +177,7 @@ def tried(row: Row) -> str:
 
 
 def cell(value: Any, form: str) -> str:
-    """A value as a cell. Words, stay unchanged."""
+    """A value as a cell. Words stay unchanged."""
     return "-" if value is None else value if isinstance(value, str) else form.format(value)
 
 

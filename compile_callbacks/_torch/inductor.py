@@ -7,7 +7,7 @@ import functools
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -110,8 +110,7 @@ def compile_graph(
         compiled: Any = compile_fx(graph_module, example_inputs, inner_compile=compile_part, config_patches=options)
     _forget_constants()
     # Dynamo calls the result with its frame evaluation switched off. Switching it off again takes 2 µs.
-    unwrapped = getattr(torch._dynamo.eval_frame, "innermost_fn", lambda function: function)
-    return unwrapped(compiled)
+    return getattr(torch._dynamo.eval_frame, "innermost_fn", lambda function: function)(compiled)
 
 
 def _check_input_names(inputs: Sequence[torch.fx.Node], *, is_backward: bool, is_inference: bool) -> None:
@@ -140,17 +139,20 @@ def _forget_constants() -> None:
         sys.modules.pop(module.__name__, None)
 
 
-_cuda_graphs = types.SimpleNamespace(run=True, marks=0)  # for the process, because autograd has threads of its own
+_cuda_graphs = types.SimpleNamespace(run=True, marks=0)  # for the process, because autograd has its own threads
 
 
-def without_cuda_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Within the ``with`` block, code of `compile_graph` runs without its CUDA graphs, so that torch records none.
+@contextlib.contextmanager
+def without_cuda_graphs() -> Iterator[None]:
+    """Run the code that `compile_graph` compiled without its CUDA graphs, so that torch records none.
 
     Workaround (until torch can run compiled code without CUDA graphs; no issue): ``cudagraphify`` is replaced.
     """
-    _cuda_graphs.run, stack = False, contextlib.ExitStack()
-    stack.callback(setattr, _cuda_graphs, "run", True)  # also if several threads are in such a block
-    return stack
+    _cuda_graphs.run = False
+    try:
+        yield
+    finally:
+        _cuda_graphs.run = True
 
 
 def _switchable_cuda_graphs() -> Any:

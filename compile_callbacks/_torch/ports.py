@@ -34,7 +34,7 @@ LOST = {
     "versions": "an eager and a compiled call of one batch norm in one step may fail",
     "transform levels": "an error within a transform of torch.func may leave the transform active",
     "dynamic inputs": "the first graph has fixed sizes",
-    "CUDA graphs": "a comparison records CUDA graphs, or a CUDA graph whose first run failed fails again",
+    "CUDA graphs": "a comparison or a later loop of the user records CUDA graphs, or a failed CUDA graph fails again",
     "generated code": "frozen weights of unused code stay in memory",
     "graph passes": "graph passes do not run",
     "compiled modules": "a module that the user compiled is not found",
