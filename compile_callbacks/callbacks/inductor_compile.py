@@ -101,7 +101,6 @@ class InductorCompile(Callback):
         'max-autotune'
     """
 
-    state_key = "InductorCompile"  # Lightning reads it for each hook of a step, and its property takes longer
     # The constructor sets none of these, because copies begin without a run.
     session: Session | None = None
     """The session of the current or last run."""

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from compile_callbacks import _torch
 from compile_callbacks.targets.target import Target
 
-_version = operator.attrgetter("_version")
+_version = operator.attrgetter("_version")  # in C, because each step reads hundreds of versions
 
 _CHUNK = 2**22  # elements to hash at once, which bounds the memory of the hash
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ class WeightWatch:
         if self.are_suspect:
             self._weights = [*self._module.parameters(), *self._module.buffers()]
             self._versioned = [weight for weight in self._weights if not weight.is_inference()]
-        elif sum(map(_version, self._versioned)) == self._version_sum and not self._has_moved():  # maps in C
+        elif sum(map(_version, self._versioned)) == self._version_sum and not self._has_moved():
             return False
         self.are_suspect, self._version_sum, before = False, sum(map(_version, self._versioned)), self._seen
         hashes = [_hash(weight).cpu() for weight in self._weights]

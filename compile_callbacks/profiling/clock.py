@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-seconds = time.perf_counter  # untimed steps call it directly, because a Python function takes longer
+seconds = time.perf_counter
+"""Returns the time in seconds. Untimed steps call it directly, because a Python function takes longer."""
 
 
 def now(device: torch.device | None = None, **step: Any) -> Any:
