@@ -66,7 +66,7 @@ TABLES = {
         for (model, size), more in ROWS.items()
     },
     "resnet50_infer": Table(
-        f"inference.py {PRECISE} 10 --batch-sizes 1 128 --infer-run-steps 100000 15000 --ways eager frozen auto",
+        f"inference.py {PRECISE} 10 --batch-sizes 1 128 --infer-run-steps 100000 15000",
         200,
     ),
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),

@@ -332,8 +332,6 @@ def in_bare_loop(work: Workload, way: Variant, connection: Connection, steps: in
 
 def compiled_by_hand(net: torch.nn.Module, way: Variant) -> Any:
     """Compile as a user does. This changes a global setting of torch."""
-    if not isinstance(way.mode, dict):
-        return torch.compile(net, mode=way.mode)
     # torch freezes if this global is set during tracing; the option alone has no effect.
     torch._inductor.config.freezing = bool(way.mode.get("freezing"))
     return torch.compile(net, options=way.mode)

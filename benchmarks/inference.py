@@ -22,8 +22,6 @@ WAYS = (
     Variant('predict, InductorCompile("auto")', "predict", "callback", "auto"),
     Variant("eager", "bare"),
     Variant("predict, eager", "predict"),
-    Variant("bare loop, torch.compile, default", "bare", "hand", "default"),
-    Variant("bare loop, torch.compile, reduce-overhead", "bare", "hand", "reduce-overhead"),
     Variant("bare loop, reduce-overhead, frozen by hand", "bare", "hand", FROZEN_OPTIONS),
     Variant("InductorBackend, reduce-overhead, frozen", "backend", "callback", FROZEN),
     Variant("predict, reduce-overhead, frozen by hand", "predict", "hand", FROZEN_OPTIONS),
