@@ -1,83 +1,198 @@
-"""Inference of a ResNet-50: eager, compiled by hand and this library, in `Trainer.predict` and without a Trainer.
+"""Inference in one process in alternating blocks: eager, compiled by hand, and this library.
 
-Each way is a process. The ways of a batch size prepare one after another; then they are timed in alternating blocks of
-steps with nothing else running. A cell is the median of the blocks in milliseconds a step. A "bare loop" runs in one
-context of `no_grad` and autocast. "auto" chooses for a run of --infer-run-steps steps, and is timed after its choice.
-On a GPU everything runs in bf16 autocast.
+A block is a `Trainer.predict` of some steps, or a loop without a Trainer, timed after its first steps. Blocks of all
+ways alternate, in both orders, and a speedup is the median ratio of the blocks of one round. On a GPU, everything runs
+in bf16 autocast. A loop runs in one context of autocast, which keeps its casts of weights for the next call.
 
-python benchmarks/inference.py [--batch-sizes 1 16 128] [--ways eager frozen auto] [--json FILE]
+python benchmarks/inference.py [--model resnet50] [--batch-sizes 1 128] [--rounds 12] [--ways eager bare ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
+import time
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
-from harness import Group, Variant, Workload, add_pacing, rows_of
-from tables import Row, find, in_order, ms, parser_for, print_table, tried, with_interval
-
-FROZEN = {"mode": "reduce-overhead", "freezing": True}
-FROZEN_OPTIONS = {"triton.cudagraphs": True, "freezing": True}  # the same for torch.compile
-WAYS = (
-    Variant('predict, InductorCompile("auto")', "predict", "callback", "auto"),
-    Variant("eager", "bare"),
-    Variant("predict, eager", "predict"),
-    Variant("bare loop, reduce-overhead, frozen by hand", "bare", "hand", FROZEN_OPTIONS),
-    Variant("InductorBackend, reduce-overhead, frozen", "backend", "callback", FROZEN),
-    Variant("predict, reduce-overhead, frozen by hand", "predict", "hand", FROZEN_OPTIONS),
-    Variant("predict, InductorCompile, reduce-overhead, frozen", "predict", "callback", FROZEN),
+import lightning.pytorch as pl
+import torch
+import torch._inductor.config
+from models import make
+from tables import (
+    Row,
+    alternate,
+    compare_pairs,
+    find,
+    in_order,
+    ms,
+    parser_for,
+    print_table,
+    save,
+    say,
+    summarize,
+    tried,
+    with_interval,
 )
+from trainer import Classifier, loader, make_trainer, synchronize
+
+from compile_callbacks import InductorBackend, InductorCompile
+
+EAGER = "predict, eager"
+FROZEN = "CUDA graphs, frozen weights"
+WAYS = {
+    "eager": EAGER,
+    "default": "predict, net.compile()",
+    "reduce-overhead": 'predict, net.compile(mode="reduce-overhead")',
+    "bare": "predict, InductorCompile()",
+    "auto": 'predict, InductorCompile("auto")',
+    "frozen by hand": f"predict, by hand, {FROZEN}",
+    "frozen": f"predict, InductorCompile, {FROZEN}",
+    "loop": f"loop, by hand, {FROZEN}",
+    "backend": f"loop, InductorBackend, {FROZEN}",
+}
+MODES: dict[str, Any] = {"bare": "fast", "auto": "auto", "frozen": {"mode": "reduce-overhead", "freezing": True}}
+BY_HAND = "frozen by hand", "loop"
+WARM_UP_STEPS = 30  # of a block
+PREPARE_STEPS = 660  # of the callback, which times half of its first 600 steps
+BLOCK_SECONDS = 0.25
+RUN_STEPS = 100_000  # the announced length of each run, with which "auto" plans
 
 
-def groups(args: argparse.Namespace) -> Iterator[Group]:
-    ways = [way for way in WAYS if not args.ways or any(part in way.name for part in args.ways)]
-    for number, batch_size in enumerate(args.batch_sizes):
-        run_steps = args.infer_run_steps[min(number, len(args.infer_run_steps) - 1)]
-        yield Workload(args.model, batch_size, args.image_size, args.device, run_steps), ways
+class Stays(Classifier):
+    """Leaves its weights on the GPU after a run, because torch records their addresses."""
+
+    def cpu(self):
+        return self
+
+
+class Done(Exception):  # noqa: N818
+    """Ends a predict run, which Lightning cannot end early otherwise."""
+
+
+class Block(pl.Callback):
+    """Times the last steps of a run, and ends the run."""
+
+    def __init__(self, warm_up_steps: int, steps: int) -> None:
+        self.bounds = warm_up_steps, warm_up_steps + steps
+        self.marks: list[float] = []
+
+    def on_predict_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx in self.bounds:
+            synchronize()
+            self.marks.append(time.perf_counter())
+        if batch_idx == self.bounds[1]:
+            raise Done
+
+
+class Way:
+    """A way to predict, whose compiled code remains from block to block."""
+
+    def __init__(self, way: str, batch_size: int, args: argparse.Namespace) -> None:
+        net, self.inputs, labels = make(args.model, batch_size, args.image_size, args.device)
+        self.way, self.device, self.batches = way, args.device, loader([(self.inputs, labels)], RUN_STEPS)
+        self.call, self.module, self.steps = net.eval(), Stays(net), 0
+        self.callback = InductorCompile(None, MODES[way]) if way in MODES else None
+        if way in ("default", "reduce-overhead"):
+            net.compile(mode=None if way == "default" else way)
+        if way in BY_HAND:
+            net.compile(options={"triton.cudagraphs": args.device == "cuda", "freezing": True})
+        if way == "backend":
+            with self.autocast():
+                self.call = InductorBackend(MODES["frozen"]).build(net, self.inputs, args.device).infer
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda")
+
+    def prepare(self) -> None:
+        """Compile, run more steps than the callback times one by one, and choose the number of steps of a block."""
+        # torch freezes if this global is set during tracing; the option alone has no effect.
+        torch._inductor.config.freezing = self.way in BY_HAND
+        self.run(30, 30)
+        torch._inductor.config.freezing = False
+        while not self.has_chosen:
+            self.run(1, 500)
+        self.steps = max(20, round(BLOCK_SECONDS * 1000 / self.run(30, 30)))
+        if self.callback is not None:
+            self.run(1, PREPARE_STEPS)
+
+    @property
+    def has_chosen(self) -> bool:
+        trials = self.callback.report.infer.diagnostics.trials if self.callback else ()
+        return not trials or any(trial["verdict"] == "chosen" for trial in trials)
+
+    def block(self) -> float:
+        """Run a block, and return the milliseconds of a step."""
+        return self.run(WARM_UP_STEPS, self.steps)
+
+    def run(self, warm_up_steps: int, steps: int) -> float:
+        block = Block(warm_up_steps, steps)
+        if self.way in ("loop", "backend"):
+            with torch.no_grad(), self.autocast(), contextlib.suppress(Done):
+                for number in range(RUN_STEPS):
+                    block.on_predict_batch_start(None, None, None, number)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    self.call(self.inputs)
+        else:
+            callbacks = [block] if self.callback is None else [block, self.callback]
+            with contextlib.suppress(Done):
+                make_trainer(self.device, *callbacks).predict(self.module, self.batches, return_predictions=False)
+        return (block.marks[1] - block.marks[0]) / steps * 1000
+
+
+def measure(batch_size: int, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of a batch size."""
+    ways: dict[str, Way] = {}
+    for name in args.ways:
+        began = time.perf_counter()
+        ways[name] = Way(name, batch_size, args)
+        ways[name].prepare()
+        say(f"{args.model}, batch {batch_size}: {name} is ready after {time.perf_counter() - began:.0f} s")
+    block_ms = alternate({name: way.block for name, way in ways.items()}, args.rounds)
+    for name, values in block_ms.items():
+        row = {"model": args.model, "batch_size": batch_size, "way": WAYS[name], "mode": ""}
+        row |= {**summarize(values), "block_ms": values, "trials": []}
+        if (callback := ways[name].callback) is not None:
+            infer = callback.report.infer
+            row |= {"mode": infer.mode, "trials": list(infer.diagnostics.trials)}
+        yield row
 
 
 def show(rows: list[Row]) -> None:
-    sizes = sorted(in_order(rows, lambda row: row["batch_size"]))
+    """Print the rows, and what "auto" tried."""
+    sizes = in_order(rows, lambda row: row["batch_size"])
     lines = []
-    # The row of "auto" is the last one.
-    for way in sorted(in_order(rows, lambda row: row["way"]), key=lambda way: "auto" in way):
-        found = [find(rows, way, batch_size=size) for size in sizes]
-        cells = [[ms(row["step_ms"]), with_interval(row)] if row else ["", ""] for row in found]
-        lines.append([way, *(cell for pair in cells for cell in pair)])
-    heads = ((f"batch {size}, ms", "speedup (95% interval)") for size in sizes)
+    for way in in_order(rows, lambda row: row["way"]):
+        lines.append([way])
+        for size in sizes:
+            row, eager = (find(rows, name, batch_size=size) for name in (way, WAYS["eager"]))
+            lines[-1] += [ms(row["step_ms"]), "" if row is eager else with_interval(compare_pairs(eager, row))]
+    heads = ((f"batch {size}, ms", "over eager (95% interval)") for size in sizes)
     print_table(["way", *(cell for pair in heads for cell in pair)], lines)
-    show_auto(rows, sizes)
-
-
-def show_auto(rows: list[Row], sizes: list[int]) -> None:
-    """What "auto" chose, after how long, and its time relative to the best other way in `predict`."""
-    lines = []
-    for auto in (row for size in sizes for row in rows if row["batch_size"] == size and row.get("trials")):
-        others = [
-            row for row in rows
-            if row["batch_size"] == auto["batch_size"] and row is not auto and row["step_ms"]
-            and row["way"].startswith("predict")
-        ]  # fmt: skip
-        best = min(others, key=lambda row: row["step_ms"], default=None)
-        line = [str(auto["batch_size"]), auto["chosen"] or "nothing", tried(auto), f"{auto['prepare_seconds']:.0f} s"]
-        compared = [best["way"], f"{auto['step_ms'] / best['step_ms']:.3f}"] if best and auto["step_ms"] else ["", ""]
-        lines.append(line + compared)
-    if lines:
-        print_table(["batch", '"auto" chose', "tried", "chosen after", "the best other", "its time of that"], lines)
+    tries = [[str(row["batch_size"]), row["mode"], tried(row)] for row in rows if row["way"] == WAYS["auto"]]
+    if tries:
+        print_table(["batch size", '"auto" chose', "tried"], tries)
 
 
 def main() -> None:
     parser = parser_for(__doc__)
-    add_pacing(parser)
     add = parser.add_argument
-    add("--batch-sizes", type=int, nargs="+", default=[1, 16, 128])
-    add("--ways", nargs="+", metavar="PART", help="only the ways whose names contain one of these")
-    add("--model", default="resnet50", help="another torchvision model")
+    add("--model", default="resnet50", help="a name of models.py")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 128])
     add("--image-size", type=int, default=224)
-    steps = "announced steps of the run, one number for each batch size; the last one for all others"
-    add("--infer-run-steps", type=int, nargs="+", default=[100_000, 100_000, 15_000], help=steps)
+    add("--rounds", type=int, default=12, help="number of blocks of each way")
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args()
-    show(rows_of(args, f"{args.model}, inference", groups(args)))
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high")
+    rows: list[Row] = []
+    for batch_size in args.batch_sizes:
+        rows += measure(batch_size, args)
+        save(args.json, f"{args.model}, inference", rows)
+    show(rows)
 
 
 if __name__ == "__main__":

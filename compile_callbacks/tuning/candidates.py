@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ class Trial:
     @property
     def samples(self) -> list[float]:
         """The compared step times, in milliseconds."""
-        return list(itertools.chain(*self.blocks))
+        return [milliseconds for block in self.blocks for milliseconds in block]
 
     @property
     def ms(self) -> float:

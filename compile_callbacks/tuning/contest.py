@@ -23,8 +23,7 @@ from compile_callbacks.config.fast import Fast
 from compile_callbacks.config.inductor_config import EAGER_VARIANT, WAITING_VARIANT, InductorConfig, Variant
 from compile_callbacks.profiling.comparison import MIN_SAMPLES, compare
 from compile_callbacks.profiling.step_times import WARMUP_STEPS, Step, Workload
-from compile_callbacks.tuning import candidates
-from compile_callbacks.tuning.candidates import CompileFacts, Trial, of_tune
+from compile_callbacks.tuning.candidates import MAX_ROUNDS, CompileFacts, Trial, of_tune, why_not_compiled
 from compile_callbacks.tuning.tune import AUTO, PhaseConfig, Tune
 
 Blocks = Generator[Trial | None, Step | None, None]
@@ -77,7 +76,7 @@ class Contest:
         self.trials = {EAGER: eager}
         self.turn: Trial | None = eager
         """The trial of the next step. While there is one, each step must be timed and passed to `done`."""
-        self._usual: Workload | None = None  # the workload to compare
+        self._usual: Workload | None = None  # the workload to compare, without shapes if none has half of the steps
         self._blocks = self._decide(eager)
 
     @property
@@ -186,11 +185,12 @@ class Contest:
 
     def _measure(self, trial: Trial) -> Blocks:
         """Run a block, and repeat it if it lacks samples: with CUDA graphs, two steps of each shape give none."""
-        for _ in range(candidates.MAX_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             block: list[Step] = []
             while len(block) < self._block_steps:
                 block += filter(None, [(yield trial)])
-            usual = self._usual = self._usual or _usual([step.workload for step in block if step.workload])
+            common, count = Counter(step.workload for step in block if step.workload).most_common(1)[0]
+            usual = self._usual = self._usual or (common if 2 * count >= len(block) else common._replace(shapes=()))
             samples = [(step, step.workload) for step in block if step.is_sample and step.workload]
             compared = [step for step, workload in samples if usual in (workload, workload._replace(shapes=()))]
             ms = [step.milliseconds(wait=True) for step in compared]
@@ -220,7 +220,7 @@ class Contest:
             return self._choose(winner, f"won in an earlier run; delete {record.path} to measure again")
         while ahead:
             trial = ahead.pop(0)
-            if self._is_auto and (why := candidates.why_not_compiled(trial, self.best, trials, self.steps_left)):
+            if self._is_auto and (why := why_not_compiled(trial, self.best, trials, self.steps_left)):
                 trial.verdict, trial.reason = "not tried", why
             elif len(eager.samples) >= MIN_SAMPLES:
                 yield from self._measure(trial)
@@ -272,9 +272,3 @@ class Contest:
         """Whether the run is too short for a candidate of ``"auto"``."""
         reasons = {trial.reason for trial in self.trials.values() if trial.verdict == "not tried"}
         return self._is_auto and bool(reasons - {self.conditions.sharded})
-
-
-def _usual(workloads: list[Workload]) -> Workload:
-    """Return the workload to compare: the most frequent one, without shapes if it has less than half of the steps."""
-    usual, count = Counter(workloads).most_common(1)[0]
-    return usual if 2 * count >= len(workloads) else usual._replace(shapes=())

@@ -154,9 +154,6 @@ def test_a_setting_removes_graph_breaks():
         assert check(case(name, SEVERAL_BREAKS, 8, settings, row=3)).report.train.graph_breaks == breaks
 
 
-# ------------------------------------------------------------------------------------------ auto
-
-
 HEALED = f"dynamo={HEALING}"
 MS = {"eager": 10_000, "default": 9_000, HEALED: 5_000}  # so slow that each candidate is worth its compile time
 

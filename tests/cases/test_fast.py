@@ -81,9 +81,6 @@ def test_a_backend_chooses_by_its_samples():
     backend.deactivate()
 
 
-# ------------------------------------------------------------------------------------------ static graphs
-
-
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Let "fast" choose as it does on a GPU, but a config that works on a CPU."""

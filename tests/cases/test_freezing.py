@@ -149,6 +149,16 @@ def test_steps_that_change_the_weights_run_unfrozen_for_the_rest_of_the_run(make
     assert "freezing has no effect on steps that change the weights" in str(callback.report)
 
 
+def test_weights_with_another_dtype_fit_no_graph_of_an_earlier_stage():
+    module = Classifier(nn.Sequential(nn.Embedding(9, FEATURES), nn.Linear(FEATURES, CLASSES)))
+    callback = InductorCompile(None, baseline_steps=0)
+    for eager_calls, dtype in ((0, torch.float32), (2, torch.float64)):
+        tokens = torch.utils.data.DataLoader([(torch.arange(4), 0)] * 2, batch_size=None)
+        outputs = trainer(callback).predict(module.to(dtype), tokens)
+        assert [output.dtype for output in outputs] == [dtype] * 2
+        assert sum(callback.report.infer.diagnostics.eager_calls.values()) == eager_calls
+
+
 def lazy():
     return nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(CLASSES))
 

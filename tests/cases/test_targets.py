@@ -98,9 +98,6 @@ def test_an_exception_in_a_recorded_method_leaves_nothing_on_the_module():
     assert slots(module) == set()
 
 
-# ------------------------------------------------------------------------------------------ what is on the modules
-
-
 def slots(module, kind=""):
     """The names of the modules and methods that have an object of this library, or a kind of them, in front of them."""
     return {

@@ -218,9 +218,6 @@ def test_a_module_that_is_already_compiled_is_refused():
         new.build(torch.compile(module), X)
 
 
-# ---------------------------------------------------------------------------------------------- saved as data
-
-
 def test_config_and_weights_are_loaded_and_other_fields_ignored(saved, state):
     module = Model()
     backend = InductorBackend.from_dict(module, {**state, "device": "cuda:7"}, TO_SAVE)

@@ -78,9 +78,6 @@ def test_freed_code_does_not_count_towards_the_recompile_limit(no_codegen):
     assert (backend.report.infer.fallbacks, backend.report.infer.recompiles) == (0, 0)
 
 
-# ---------------------------------------------------------------------------------------------- on a GPU
-
-
 def wide():
     """Weights of 48 MiB, activations of 24 MiB for a batch of 1,024."""
     torch.manual_seed(0)

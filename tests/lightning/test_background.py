@@ -82,7 +82,7 @@ def test_candidates_are_compiled_while_the_best_so_far_trains(background_ms, mon
     scaled = lambda net, x: net(x * (1 + x.abs().max().item()))  # noqa: E731
     make, healed = lambda: seeded(lambda: LearnsSlowly(Calls(mlp(), scaled))), "dynamo={'capture_scalar_outputs': True}"
     background_ms.update({"default": 1.5, healed: 1.0})
-    monkeypatch.setattr("compile_callbacks.tuning.candidates.why_not_compiled", lambda *args: "")
+    monkeypatch.setattr("compile_callbacks.tuning.contest.why_not_compiled", lambda *args: "")
     callback = InductorCompile("auto", None, background=True)
     module = run(callback, lambda report: "chosen" in [t["verdict"] for t in report.train.diagnostics.trials], make())
     train = callback.report.train

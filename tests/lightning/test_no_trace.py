@@ -77,9 +77,6 @@ def test_compile_phases_and_backends_leave_no_trace(tmp_path):
     assert state_of(module.train()) == before
 
 
-# ------------------------------------------------------------------------------------------ exceptions and steps
-
-
 def no_dispatcher(module):
     return all("_compiled_call_impl" not in vars(part) for part in module.modules())
 

@@ -46,7 +46,7 @@ def test_a_model_trains_as_it_does_without_the_callback(trial, baseline_steps):
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_auto_makes_no_model_wrong_or_slower(trial, monkeypatch):
     """ "auto" tries its candidates here even if the run is too short to repay their compile time."""
-    monkeypatch.setattr("compile_callbacks.tuning.candidates.why_not_compiled", lambda *args: "")
+    monkeypatch.setattr("compile_callbacks.tuning.contest.why_not_compiled", lambda *args: "")
     found = train(trial, InductorCompile("auto", None), steps=200, allow_cannot_tell=True)
     verdicts = {each["candidate"]: each["verdict"] for each in found.diagnostics.trials}
     assert "chosen" in verdicts.values(), f"the run is too short for a choice: {found.diagnostics.trials}"

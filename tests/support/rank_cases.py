@@ -61,9 +61,6 @@ def both(make: Any = Classifier, *, ours: Any = None, **settings: Any) -> Any:
     return {"eager": result_of(eager), "compiled": result_of(compiled), "report": report_of(ours)}
 
 
-# ------------------------------------------------------------------------------------------ the same results
-
-
 class Branches(Classifier):
     """Takes another branch on each process, and leaves weights unused."""
 
