@@ -36,8 +36,6 @@ ROWS = {  # more ways for some models
     ("unet", 16): f"{WAYS} auto", ("vit_b_16", 32): "",
 }  # fmt: skip
 BACKGROUND = "background.py --image-size 224 --steady-steps 200 --ways eager 'by hand' background"
-# Steps that the CPU limits vary by a factor of two within seconds, so their medians need many blocks.
-PRECISE = "--warm-up-seconds 2 --blocks"
 HERE = Path(__file__).parent
 
 
@@ -51,27 +49,20 @@ class Table:
 
 
 TABLES = {
-    "ddp": Table("ddp.py --batch-sizes 256 --rounds 5 --budget-seconds 420", 450, gpus=2),
-    "ddp_128": Table("ddp.py --batch-sizes 128 --rounds 5 --budget-seconds 380", 410, gpus=2),
-    "ddp_1024": Table("ddp.py --batch-sizes 1024 --rounds 5 --budget-seconds 460", 490, gpus=2),
+    "ddp": Table("ddp.py --batch-sizes 128 --rounds 5 --budget-seconds 380", 410, gpus=2),
     "ddp_reduce_overhead": Table(
         "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 5 --budget-seconds 280",
         310,
         gpus=2,
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
-    "warm_ranks": Table("warm_start.py --ranks 2 --pairs 1 --warm-runs 3 --no-moved --budget-seconds 200", 220, gpus=2),
     **{
         f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}{more}", 200)
         for (model, size), more in ROWS.items()
     },
-    "resnet50_infer": Table(
-        f"inference.py {PRECISE} 10 --batch-sizes 1 128 --infer-run-steps 100000 15000",
-        200,
-    ),
+    "inference": Table("inference.py", 420),
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),
-    "background_gpt2": Table(f"{BACKGROUND} --model gpt2 --batch-size 8 --mode default", 180),
     # A model that `default` makes slower.
     "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
     "memory": Table("memory.py", 300),
@@ -79,8 +70,6 @@ TABLES = {
         f"memory_{model}_{size}": Table(f"memory.py --model {model} --batch-size {size} --steps 400", 120)
         for model, size in ROWS
     },
-    "verification_cost": Table("verification_cost.py", 120),
-    "warm_start": Table("warm_start.py --pairs 1 --warm-runs 7 --no-moved", 350),
 }
 
 

@@ -93,7 +93,8 @@ class Way:
     def __init__(self, way: str, batch_size: int, args: argparse.Namespace) -> None:
         net, self.inputs, labels = make(args.model, batch_size, args.image_size, args.device)
         self.way, self.device, self.batches = way, args.device, loader([(self.inputs, labels)], RUN_STEPS)
-        self.call, self.module, self.steps = net.eval(), Stays(net), 0
+        self.module, self.steps = Stays(net), 0
+        self.call: Any = net.eval()
         self.callback = InductorCompile(None, MODES[way]) if way in MODES else None
         if way in ("default", "reduce-overhead"):
             net.compile(mode=None if way == "default" else way)

@@ -73,12 +73,12 @@ fused SGD with momentum. *Step ms* is the median of the blocks. *Over* another w
 blocks of one round, with the 95% interval. *Mode* is what `"fast"` became, or what `"auto"` chose. The *graph of the
 step* is a hand-made CUDA graph of forward pass, backward pass and fused optimizer, in a loop without a Trainer.""",
     ),
-    "resnet50_infer": Table(
-        "resnet50_infer", inference.show, "ResNet-50, inference",
-        """A *bare loop* calls the network without a Trainer, in one context of autocast. *Frozen* weights are constants
-of the compiled code. A step of `trainer.predict` includes the work of Lightning and of the callback for each batch. If
-the CPU is the limit, equal ways vary. Before the first block, each way runs for two seconds, because the callback times
-half of its first 600 steps, which takes CPU time.""",
+    "inference": Table(
+        "inference", inference.show, "ResNet-50, inference",
+        """The ways of a batch size run in one process, in alternating blocks. *Over eager* is the median of the ratios
+of the blocks of one round. *Frozen* weights are constants of the compiled code. A *loop* calls the network without a
+Trainer, in one context of autocast. A step of `trainer.predict` includes the work of Lightning and of the callback for
+each batch.""",
     ),
     "background": Table(
         "background_*", show_background, "Compiling in the background",
@@ -114,7 +114,9 @@ the compiled code from torch's cache.""",
     "memory": Table(
         "memory*", partial(print_columns, memory.COLUMNS), "Memory",
         """*Last peak memory* is the peak of the last five steps, *max reserved* is that of torch's allocator, and
-*of default* is the peak relative to that of the mode `default`. A row without a model is of a model like GPT-2.""",
+*of default* is the peak relative to that of the mode `default`. A row without a model is of a model like GPT-2. The
+workloads with models ran at the same time, four on each of two GPUs, so their times and the choices of `"auto"` are
+disturbed.""",
     ),
     "warm_start": Table(
         "warm_start*", partial(print_columns, warm_start.COLUMNS), "Warm start",
@@ -134,10 +136,6 @@ repetitions of the ways, in turn.""",
         """The model has 28 blocks of width 1,536. Each process gets 12 sequences of 2,048 tokens, in bf16. The way
 *default* is `InductorCompile("default")`. Eager runs before and after it. *Losses apart* is the largest difference from
 the losses of the first row.""",
-    ),
-    "warm_ranks": Table(
-        "warm_ranks", partial(print_columns, warm_start.COLUMNS), "Warm start of two ranks",
-        "As for one process; *seconds* is the time of the slower rank.",
     ),
 }  # fmt: skip
 

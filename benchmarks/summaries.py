@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import verification
 from duels import WAYS as DUELISTS
+from inference import WAYS as PREDICTING
 from tables import (
     Row,
     compare_blocks,
@@ -23,12 +24,11 @@ from tables import (
     with_interval,
 )
 
-FROZEN = "reduce-overhead, frozen"
-INFERENCE = [  # the way to run inference, and the rows that run eagerly, by hand and with this library
-    (f"{FROZEN}, bare loop", "eager", f"bare loop, {FROZEN} by hand", f"InductorBackend, {FROZEN}"),
-    (f"{FROZEN}, `predict`", "predict, eager", f"predict, {FROZEN} by hand", f"predict, InductorCompile, {FROZEN}"),
-]
-DDP = {"ddp_128": "default", "ddp": "default", "ddp_1024": "default", "ddp_reduce_overhead": "reduce-overhead"}
+INFERENCE = {  # the mode, and the ways of `inference` that run it by hand and with this library
+    "reduce-overhead, `predict`": ("reduce-overhead", "bare"),
+    "reduce-overhead, frozen, `predict`": ("frozen by hand", "frozen"),
+}
+DDP = {"ddp": "default", "ddp_reduce_overhead": "reduce-overhead"}
 Duel = dict[str, Row]  # the rows of a file of `duels`, by the keys of `DUELISTS`
 
 
@@ -88,10 +88,10 @@ def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
 
 def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
     """Workloads and modes other than those of the duels, with the rows of eager, by hand and this library."""
-    rows = rows_of(f"{machine}/resnet50_infer")
+    rows = rows_of(f"{machine}/inference")
     for size in in_order(rows, lambda row: row["batch_size"]):
-        for mode, *ways in INFERENCE:
-            found = [find(rows, way, batch_size=size) for way in ways]
+        for mode, ways in INFERENCE.items():
+            found = [find(rows, PREDICTING[way], batch_size=size) for way in ("eager", *ways)]
             yield f"resnet50, inference, batch {size}", mode, *found  # type: ignore[misc]
     for file, mode in DDP.items():
         rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
@@ -119,7 +119,7 @@ def answer(machine: str) -> None:
         for name, mode, eager, hand, ours in comparisons(machine)
         if eager.get("step_ms") and ours.get("step_ms")
     ]
-    print_from(machine, ["duel_*", "resnet50_infer", *DDP, "fsdp2"], head, lines)
+    print_from(machine, ["duel_*", "inference", *DDP, "fsdp2"], head, lines)
 
 
 def means(machine: str) -> None:
@@ -198,27 +198,43 @@ def fastest(machine: str) -> None:
     )
 
 
-def inference(machine: str) -> None:
-    """The speedups of inference with frozen weights and CUDA graphs in `trainer.predict`."""
+def predict_of_eager(machine: str) -> None:
+    """The time of the bare line in `trainer.predict`, relative to eager."""
     parts = [
-        f"{times(eager['step_ms'] / ours['step_ms'])} at {name.rpartition(', ')[2]}"
+        f"{1 / compare_pairs(eager, ours)['speedup']:.0%} at {name.rpartition(', ')[2]}"
         for name, mode, eager, _, ours in comparisons(machine)
-        if mode == INFERENCE[1][0]
+        if mode == next(iter(INFERENCE))
     ]
     print(joined(parts))
 
 
 def predict_at_batch_1(machine: str) -> None:
-    """A step of `trainer.predict` with this library, by hand, and with "auto", which chose the same mode."""
-    rows = [row for row in rows_of(f"{machine}/resnet50_infer") if row["batch_size"] == 1]
-    ours, hand, auto = (
-        find(rows, way) for way in (INFERENCE[1][3], INFERENCE[1][2], 'predict, InductorCompile("auto")')
+    """Steps of `trainer.predict` with this library and by hand, with weights as inputs and with frozen weights."""
+    found = [
+        f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms"
+        for name, _, _, hand, ours in comparisons(machine)
+        if name.endswith("inference, batch 1")
+    ]
+    print(f"a step took {found[0]}, and with frozen weights {found[1]}")
+
+
+def memory_of_modes(machine: str) -> None:
+    """The memory of "fast" and "auto" relative to the mode "default"."""
+    ratios: dict[str, list[Row]] = {"InductorCompile()": [], 'InductorCompile("auto")': []}
+    for result in read(f"{machine}/memory_*"):
+        before = find(result["rows"], 'InductorCompile("default")')
+        for way, found in ratios.items():
+            row = find(result["rows"], way)
+            found.append({name: row[name] / before[name] for name in ("peak_memory_mib", "max_reserved_mib")})
+    fast, auto = (
+        [f"{max(row[name] for row in found):.2f}" for name in ("peak_memory_mib", "max_reserved_mib")]
+        for found in ratios.values()
     )
-    chosen = f'with `"auto"`, which chose `{auto["chosen"].partition(",")[0]}` too, {auto["step_ms"]:.2f} ms'
-    least, most = min(ours["block_ms"]), max(ours["block_ms"])
+    number, default = len(read(f"{machine}/memory_*")), '`"default"`'
     print(
-        f"a step took {ours['step_ms']:.2f} ms ({least:.2f} to {most:.2f} ms in {ours['samples']} blocks), by hand "
-        f"{hand['step_ms']:.2f} ms, and {chosen}"
+        f"In {number} workloads, the peak memory of `InductorCompile()` was at most {fast[0]} times that of {default}, and "
+        f'the memory that torch reserved at most {fast[1]} times. With `"auto"`, it was at most {auto[0]} and {auto[1]} '
+        "times"
     )
 
 
@@ -333,13 +349,13 @@ def memory_peaks(machine: str) -> None:
 
 def warm_seconds(machine: str) -> None:
     """The first compiled step of a ResNet-18 with an empty `cache_dir`, and with one of an earlier run."""
-    rows = read(f"{machine}/warm_start*")[-1]["rows"]
+    rows = read(f"{machine}/warm_start*")[-1]["rows"]  # the newest torch
     cold, warm = (find(rows, f"library, {start}")["seconds"] for start in ("cold", "warm"))
     print(f"{cold:.0f} s without and {warm:.1f} s with the folder of an earlier run")
 
 
 SUMMARIES = [
-    answer, means, training, slower, whole_steps, no_gain, fastest, inference, predict_at_batch_1, tiny_overhead,
-    cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, behind_eager, first_compile,
-    chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
+    answer, means, training, slower, whole_steps, no_gain, fastest, predict_of_eager, predict_at_batch_1, tiny_overhead,
+    memory_of_modes, cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, behind_eager,
+    first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip
