@@ -232,9 +232,9 @@ def memory_of_modes(machine: str) -> None:
     )
     number, default = len(read(f"{machine}/memory_*")), '`"default"`'
     print(
-        f"In {number} workloads, the peak memory of `InductorCompile()` was at most {fast[0]} times that of {default}, and "
-        f'the memory that torch reserved at most {fast[1]} times. With `"auto"`, it was at most {auto[0]} and {auto[1]} '
-        "times"
+        f"In {number} workloads, the peak memory of `InductorCompile()` was at most {fast[0]} times that of {default}, "
+        f'and the memory that torch reserved at most {fast[1]} times. With `"auto"`, it was at most {auto[0]} and '
+        f"{auto[1]} times"
     )
 
 

@@ -23,9 +23,9 @@ MAX_ROUNDS, MAX_LOST_ROUNDS = 10, 1
 """The number of rounds if none decides earlier, and how many of them the winner may lose. A candidate that is as fast
 as eager loses at most one of ten rounds with a probability of 11 / 2**10, about 1 - `LEVEL`."""
 
-FIRST_COMPILE_SECONDS, AUTOTUNE_COST, SAVED_SHARE, AUTOTUNE_SHARE = 5.0, 8.0, 0.8, 0.2
-"""Rough values: the compile time until one is measured, its factor if Inductor measures kernels, and the largest share
-of a step that a candidate may save, without and with such measurements."""
+FIRST_COMPILE_SECONDS, AUTOTUNE_COST, AUTOTUNE_SECONDS, SAVED_SHARE, AUTOTUNE_SHARE = 5.0, 8.0, 240.0, 0.8, 0.2
+"""Rough values: the compile time until one is measured, its factor and least value if Inductor measures kernels (others
+may be in torch's cache), and the largest share of a step that a candidate may save, without and with measurements."""
 
 Verdict = Literal["undecided", "chosen", "beaten", "not faster", "not compared", "failed", "wrong", "not tried"]
 """The result of a candidate. ``"not faster"``: not faster than eager by 1% and by more than noise."""
@@ -125,7 +125,7 @@ def why_not_compiled(trial: Trial, best: Trial, trials: Mapping[str, Trial], ste
     """Return the reason why a candidate is not worth its compile time, or "" if it may be."""
     autotunes = "max-autotune" in str(trial.variant.name)
     seconds = max(each.facts.seconds for each in trials.values()) or FIRST_COMPILE_SECONDS
-    seconds *= AUTOTUNE_COST if autotunes else 1
+    seconds = max(seconds * AUTOTUNE_COST, AUTOTUNE_SECONDS) if autotunes else seconds
     saved_seconds = max(0.0, steps_left) * best.ms / 1000 * (AUTOTUNE_SHARE if autotunes else SAVED_SHARE)
     could_save = f"the {max(0.0, steps_left):.0f} steps that remain could save {saved_seconds:.1f} s at best"
     return "" if saved_seconds >= seconds else f"{could_save}, and compiling takes about {seconds:.0f} s"
