@@ -43,7 +43,7 @@ CALLBACKS: dict[str, dict[str, Any] | None] = {
 MODES = 'InductorCompile("default")', "InductorCompile()", 'InductorCompile("auto")'  # the ways of another model
 COLUMNS = {
     "model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "peak_memory_mib": "{:,.0f}",
-    "last_peak_memory_mib": "{:,.0f}", "max_reserved_mib": "{:,.0f}", "of_default": "{:.2f}", "step_ms": "{:.1f}",
+    "last_peak_memory_mib": "{:,.0f}", "last_reserved_mib": "{:,.0f}", "of_default": "{:.2f}", "step_ms": "{:.1f}",
     "compared": "{}",
 }  # fmt: skip
 
@@ -141,7 +141,7 @@ def measure(way: str, args: argparse.Namespace) -> Row:
         "batch_size": args.batch_size,
         "peak_memory_mib": max(peak.earlier, last) / 2**20 if on_gpu else None,
         "last_peak_memory_mib": last / 2**20 if on_gpu else None,
-        "max_reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if on_gpu else None,
+        "last_reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if on_gpu else None,
         "step_ms": statistics.median(clock.block_ms[-LAST_STEPS:]),
         "compared": train and train.verified,
         "environment": environment(),

@@ -225,16 +225,16 @@ def memory_of_modes(machine: str) -> None:
         before = find(result["rows"], 'InductorCompile("default")')
         for way, found in ratios.items():
             row = find(result["rows"], way)
-            found.append({name: row[name] / before[name] for name in ("peak_memory_mib", "max_reserved_mib")})
+            found.append({name: row[name] / before[name] for name in ("peak_memory_mib", "last_reserved_mib")})
     fast, auto = (
-        [f"{max(row[name] for row in found):.2f}" for name in ("peak_memory_mib", "max_reserved_mib")]
+        [f"{max(row[name] for row in found):.2f}" for name in ("peak_memory_mib", "last_reserved_mib")]
         for found in ratios.values()
     )
     number, default = len(read(f"{machine}/memory_*")), '`"default"`'
     print(
         f"In {number} workloads, the peak memory of `InductorCompile()` was at most {fast[0]} times that of {default}, "
-        f'and the memory that torch reserved at most {fast[1]} times. With `"auto"`, it was at most {auto[0]} and '
-        f"{auto[1]} times"
+        f"and the memory that torch held at the end at most {fast[1]} times. "
+        f'With `"auto"`, it was at most {auto[0]} and {auto[1]} times'
     )
 
 
