@@ -38,7 +38,7 @@ def validate_arguments(validates: bool) -> bool:
 
 @contextlib.contextmanager
 def trace_settings(
-    asked: Mapping[str, Any], *, limit_factor: int, guards_hooks: bool, guards_weights: bool, frozen: bool
+    asked: Mapping[str, Any], *, limit_factor: int, guards_hooks: bool, frozen: bool
 ) -> Iterator[Sequence[str]]:
     """Within the ``with`` block, Dynamo traces with the ``asked`` settings, and with these.
 
@@ -51,7 +51,7 @@ def trace_settings(
 
     # Without the second setting, Dynamo keeps weak references to weights, and ``module.cpu()`` fails for subclasses.
     settings = {"recompile_limit": limit_factor * config.recompile_limit, "invalidate_compile_context_weakrefs": True}
-    settings |= {**asked, **torch_2_11.trace_settings(guards_weights=guards_weights)}
+    settings |= {**asked, **torch_2_11.trace_settings(frozen=frozen)}
     if guards_hooks:  # by default, Dynamo does not notice the first hook of a module
         settings["skip_nnmodule_hook_guards"] = False
     for name in [name for name in settings if not hasattr(config, name)]:

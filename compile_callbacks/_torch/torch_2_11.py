@@ -25,15 +25,15 @@ def function_with_own_cache(function: types.FunctionType, name: str) -> types.Fu
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
-def trace_settings(*, guards_weights: bool) -> dict[str, bool]:
+def trace_settings(*, frozen: bool) -> dict[str, bool]:
     """Return the settings of Dynamo without which it does not notice some changes of a module.
 
     Workaround (torch<2.12; pytorch#139476, pytorch#163064): with the first shortcut, torch does not notice a new
     ``requires_grad``, a new dtype set through ``.data``, and a buffer that is an input and changes in the call. With
-    the second one, it does not notice the first parameter of a module. `PhaseSwitch.check_weights` needs neither.
+    the second one, it does not notice the first parameter of a module.
     """
     shortcuts = "skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards"
-    return dict.fromkeys(shortcuts, False) if IS_2_11 and guards_weights else {}
+    return dict.fromkeys(shortcuts, False) if IS_2_11 and not frozen else {}
 
 
 # ------------------------------------------------------------------------------------------ wrong results

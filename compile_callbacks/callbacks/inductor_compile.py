@@ -129,10 +129,6 @@ class InductorCompile(Callback):
         given = {name: value for name, value in dict(locals()).items() if name not in ("self", "__class__")}
         self.arguments = CompileArguments.checked(**given)
         self._last_report = LastReport()
-        # Lightning calls each hook of a callback within its profiler, also an empty one (2 µs), but nothing else.
-        for hook in ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"):
-            if getattr(type(self), hook) is getattr(Callback, hook):
-                setattr(self, hook, None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_RUN}

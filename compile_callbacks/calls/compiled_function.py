@@ -184,7 +184,6 @@ class CompiledFunction:
                 raise CompileError(_DIFFERENTIATED)
             raise log.leave_eager("CC303", _DIFFERENTIATED)
         self._backend.keeps_graph = log.settings.keeps_graph or KEPT in facts
-        is_infer = log.key.phase == "infer"
         with contextlib.ExitStack() as stack:
             if self._config.dynamic is None:
                 if not log.settings.static:
@@ -199,7 +198,6 @@ class CompiledFunction:
                     settings,
                     limit_factor=self._limit_factor(),
                     guards_hooks=self.hooks_seen is None,
-                    guards_weights=not self._backend.frozen and not (is_infer and log.settings.has_stages),
                     frozen=self._backend.frozen,
                 )
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from compile_callbacks import _torch
 from compile_callbacks._utils.errors import WarnOnce
 from compile_callbacks._utils.phases import Phase
 from compile_callbacks.calls.compiled_target import CompiledTarget
@@ -179,19 +178,11 @@ class PhaseSwitch:
             compiled.backend.free()
         gc.collect()  # generated code has reference cycles
 
-    def check_weights(self) -> None:
-        """Check the weights before their next use, because a callback may have swapped them, or changed their dtype."""
+    def invalidate_weights(self) -> None:
+        """Compare frozen weights with the module's weights before their next use."""
         for compiled in self.compiled_targets():
             if compiled.weights is not None:
                 compiled.weights.are_suspect = True
-        # torch 2.11 skips the guards of parameters until a dictionary of parameters changes.
-        skips_guards = _torch.torch_2_11.IS_2_11 and self._settings.has_stages
-        for member in [member for target in self.targets for member in target.members] if skips_guards else ():
-            for part in member.module.modules() if not member.sharded else ():
-                scripted = isinstance(part, torch.jit.ScriptModule)  # has no dictionary
-                for name, parameter in [] if scripted else list(part.named_parameters(recurse=False))[:1]:
-                    part.register_parameter(name, None)
-                    part.register_parameter(name, parameter)
 
     def _free(self, keys: Collection[Any]) -> None:
         for key in keys:

@@ -38,9 +38,6 @@ class TargetSettings:
     verify: Verify = "off"
     on_trial: bool = False
     may_guess: bool = True  # whether a graph may have sizes that it computes, because the user has asked for them
-    has_stages: bool = (
-        False  # whether a stage of a Trainer encloses each call, within which no weight changes its dtype
-    )
     static: bool = False  # whether no graph may have a dynamic dimension, because CUDA graphs replay each size
     keeps_graph: bool = False  # whether a backward pass may keep its graph (retain_graph=True)
     passes: tuple[Any, ...] = ()  # the graph passes of both phases, which run before those of the config

@@ -53,8 +53,7 @@ class Session:
     ) -> None:
         self.module, self._warn = module, WarnOnce()
         requests = RequestQueue()
-        has_stages = resolve is not None and not arguments.keep_compiled
-        settings = replace(arguments.target_settings, requests=requests, has_stages=has_stages)
+        settings = replace(arguments.target_settings, requests=requests)
         self._arguments = arguments = replace(arguments, target_settings=settings)
         self._helper = Helper(requests, self._helper_failed) if arguments.background and arguments.compiles else None
         # torch keeps a reference to an active recorder, so the recorder must not keep the session and its module alive.
@@ -160,8 +159,8 @@ class Session:
                 self.gpu.step_begins(self.stage.phase, step.variant)
             return False
         self._step, stage, run = None, self.stage, self._phases[self.stage.phase]
-        if first:
-            self._switch.check_weights()
+        if first:  # a callback may have swapped the weights
+            self._switch.invalidate_weights()
         variant, wanted = (EAGER_VARIANT, False) if stage.eager else run.next()
         self._switch.select(stage.phase, variant, weights_frozen=stage.weights_frozen)
         if run.settled != (run.decision, run.turn):  # not before, because outputs of the last step need their code

@@ -148,18 +148,6 @@ def test_a_setting_without_effect_is_warned_about_at_the_users_line():
         fit(InductorCompile("auto", None, keep_compiled=True), train=4)
 
 
-class Notes(InductorCompile):
-    def on_before_backward(self, *args):
-        super().on_before_backward(*args)
-        self.noted = args
-
-
-def test_a_subclass_may_use_a_hook_that_lightning_does_not_call_otherwise():
-    callback = Notes("eager", "eager")
-    module = fit(callback, train=1, validation=None)
-    assert (callback.noted[1], callback.on_before_zero_grad) == (module, None)
-
-
 def test_wrong_targets_and_a_second_callback_are_refused_before_the_run():
     for targets, error, message in (
         ([["heed"]], ValueError, "targets='heed' is unknown; did you mean 'head'"),
