@@ -40,10 +40,9 @@ from trainer import Classifier, loader, make_trainer, synchronize
 
 from compile_callbacks import InductorBackend, InductorCompile
 
-EAGER = "predict, eager"
 FROZEN = "CUDA graphs, frozen weights"
 WAYS = {
-    "eager": EAGER,
+    "eager": "predict, eager",
     "default": "predict, net.compile()",
     "reduce-overhead": 'predict, net.compile(mode="reduce-overhead")',
     "bare": "predict, InductorCompile()",
