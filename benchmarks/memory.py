@@ -6,7 +6,7 @@
 
 By default, the model has the size of GPT-2 (12 layers, width 768, 1,024 tokens), computes its loss itself and trains
 with AdamW. Another model trains with SGD and momentum. Each way is one `Trainer.fit` in bf16. The script reads the
-statistics of torch's allocator: the peak of the whole run, the peak of its last steps, and the largest reserved memory.
+statistics of torch's allocator: the largest allocated and reserved memory of the whole run, and of its last steps.
 Lightning's sanity check and validation are off.
 """
 
@@ -29,6 +29,7 @@ from compile_callbacks.report.file import environment
 
 LAST_STEPS = 5
 LESS: dict[str, Any] = {"train_mode": "default", "baseline_steps": 0, "verify": "off"}
+BY_HAND = {"torch.compile by hand": "default", "reduce-overhead by hand": "reduce-overhead"}
 CALLBACKS: dict[str, dict[str, Any] | None] = {
     "eager": None,
     "torch.compile by hand": None,
@@ -40,11 +41,13 @@ CALLBACKS: dict[str, dict[str, Any] | None] = {
     'InductorCompile("auto")': {"train_mode": "auto"},
 }
 """The arguments of the callback, for each way that has one."""
-MODES = 'InductorCompile("default")', "InductorCompile()", 'InductorCompile("auto")'  # the ways of another model
+MODES = 'InductorCompile("default")', "reduce-overhead by hand", "InductorCompile()", 'InductorCompile("auto")'
+"""The ways of another model."""
+MEMORY = "peak_memory_mib", "reserved_mib", "last_peak_memory_mib", "last_reserved_mib"
 COLUMNS = {
     "model": "{}", "batch_size": "{}", "way": "{}", "mode": "{}", "peak_memory_mib": "{:,.0f}",
-    "last_peak_memory_mib": "{:,.0f}", "last_reserved_mib": "{:,.0f}", "of_default": "{:.2f}", "step_ms": "{:.1f}",
-    "compared": "{}",
+    "reserved_mib": "{:,.0f}", "last_peak_memory_mib": "{:,.0f}", "last_reserved_mib": "{:,.0f}",
+    "of_default": "{:.2f}", "step_ms": "{:.1f}", "compared": "{}",
 }  # fmt: skip
 
 
@@ -96,15 +99,20 @@ class Trained(pl.LightningModule):
 
 
 class LastPeak(pl.Callback):
-    """Resets the peak of the allocator before the last steps, and keeps the earlier peak."""
+    """Resets the peaks of the allocator before the last steps, and keeps the earlier peaks."""
 
     def __init__(self, first: int) -> None:
-        self.first, self.earlier = first, 0
+        self.first, self.earlier = first, (0.0, 0.0)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == self.first and torch.cuda.is_initialized():
-            self.earlier = torch.cuda.max_memory_allocated()
+            self.earlier = peaks()
             torch.cuda.reset_peak_memory_stats()
+
+
+def peaks() -> tuple[float, float]:
+    """The largest allocated and the largest reserved memory in MiB; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20
 
 
 def measure(way: str, args: argparse.Namespace) -> Row:
@@ -121,10 +129,10 @@ def measure(way: str, args: argparse.Namespace) -> Row:
     else:
         net = LanguageModel(*size)
         module, batches = Trained(net), [torch.randint(size[3], (args.batch_size, size[4])) for _ in range(args.steps)]
-    if way == "torch.compile by hand":
-        net.compile()
+    if way in BY_HAND:
+        net.compile(mode=BY_HAND[way])
     callbacks: list[pl.Callback] = []
-    arguments = CALLBACKS[way]
+    arguments = CALLBACKS.get(way)
     if arguments is not None:
         budget = {"train_mode": {"activation_memory_budget": args.budget}} if way.endswith("budget") else {}
         callbacks.append(InductorCompile(infer_mode=None, **(arguments | budget)))
@@ -132,16 +140,13 @@ def measure(way: str, args: argparse.Namespace) -> Row:
     trainer = make_trainer(args.device, *callbacks, clock, peak, num_sanity_val_steps=0)
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     train = next((call.report.train for call in callbacks if isinstance(call, InductorCompile)), None)
-    on_gpu = args.device == "cuda"
-    last = torch.cuda.max_memory_allocated() if on_gpu else 0
+    memory = *map(max, peak.earlier, last := peaks()), *last
     return {
         "model": args.model,
         "mode": train and train.mode,
         "way": way.replace("budget", f"activation_memory_budget={args.budget}"),
         "batch_size": args.batch_size,
-        "peak_memory_mib": max(peak.earlier, last) / 2**20 if on_gpu else None,
-        "last_peak_memory_mib": last / 2**20 if on_gpu else None,
-        "last_reserved_mib": torch.cuda.max_memory_reserved() / 2**20 if on_gpu else None,
+        **{name: mib or None for name, mib in zip(MEMORY, memory, strict=True)},
         "step_ms": statistics.median(clock.block_ms[-LAST_STEPS:]),
         "compared": train and train.verified,
         "environment": environment(),

@@ -272,7 +272,7 @@ class Session:
         warns = run.conditions.rank == 0  # for all ranks
         self._tell(each if warns else each._replace(message="") for each in found)
         self._switch.free_other_variants(run.phase, run.alive, on_trial=run.decision is None)
-        self.gpu.free_cached()
+        self.gpu.free_cached(again=True)
 
     def _save_record(self) -> None:
         if (record := self._phases["train"].conditions.record) is not None:

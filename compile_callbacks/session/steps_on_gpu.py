@@ -19,7 +19,7 @@ class StepsOnGpu:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.on_gpu, self._uses_one_thread, self._module = False, True, module
+        self.on_gpu, self._frees_at_end, self._uses_one_thread, self._module = False, False, True, module
         self._copies: dict[int, int] = {}  # the addresses of copied gradients, by the id of the parameter
         self._one_thread: torch.autograd.set_multithreading_enabled | None = None
         self._end_marks: Any = None  # a function, after the first mark of a run
@@ -45,11 +45,14 @@ class StepsOnGpu:
         if self._one_thread is not None:
             self._one_thread.__exit__(None, None, None)
             self._one_thread = None
+        if self._frees_at_end:
+            self.free_cached()
 
-    def free_cached(self) -> None:
-        """Free the blocks that eager steps, compiles and comparisons left in torch's allocator: others do not fit."""
+    def free_cached(self, *, again: bool = False) -> None:
+        """Free blocks that others do not fit, and ``again`` at the end of the step, when earlier gradients are gone."""
         if self.on_gpu:
             torch.cuda.empty_cache()
+            self._frees_at_end = again
 
     def keep_gradients(self) -> None:
         """Copy gradients out of the memory of CUDA graphs, which the next step would overwrite.

@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor.cudagraph_trees import MarkStepBox
 from torch.utils.data import DataLoader
 
-from compile_callbacks import InductorCompile
+from compile_callbacks import InductorCompile, Tune
 from tests.support.models import Classifier, loader, trainer
 from tests.support.passes import Uncached
 
@@ -89,7 +89,6 @@ def test_a_stopwatch_from_outside_agrees(accelerator):
 def as_on_gpu(monkeypatch):
     steps_on_gpu = "compile_callbacks.session.steps_on_gpu.StepsOnGpu"
     monkeypatch.setattr(f"{steps_on_gpu}.begin", lambda steps, device: setattr(steps, "on_gpu", True))
-    monkeypatch.setattr(f"{steps_on_gpu}.free_cached", lambda steps: None)
 
 
 @pytest.mark.all_versions
@@ -129,3 +128,12 @@ def test_marks_of_steps_end_with_the_run_that_began_them(monkeypatch):
     assert MarkStepBox.mark_step_counter == -4
     monkeypatch.setattr(MarkStepBox, "mark_step_counter", 0)
     assert len(set(steps)) == 9  # torch takes two steps with the same number for one
+
+
+@pytest.mark.usefixtures("captured_graph", "as_on_gpu")
+def test_cached_memory_is_freed_again_when_the_gradients_before_a_decision_are_gone(monkeypatch):
+    module, freed_after = Classifier(), []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed_after.append(len(module.losses)))
+    trainer(InductorCompile(Tune(["default"]), None)).fit(module, loader(100))
+    *_, at_decision, after_step = freed_after
+    assert 14 < at_decision < after_step == at_decision + 1
