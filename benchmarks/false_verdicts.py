@@ -85,8 +85,7 @@ def time_run(run_step: Callable[[bool], None], seconds: Callable[[], float], ste
     for number in range(BASELINE_STEPS + WARMUP_STEPS + steps):
         compiled = number >= BASELINE_STEPS + WARMUP_STEPS
         step = Step(variant=Variant() if compiled else EAGER_VARIANT, kind="compiled" if compiled else "eager")
-        step.wanted = not compiled
-        times.begin(step, torch.device("cpu"))
+        times.begin(step, torch.device("cpu"), wanted=not compiled)
         step.workload = WORKLOAD
         run_step(compiled)
         times.end(step, "train")

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ class ModelRecord:
     """
 
     path: Path
+    facts: Mapping[str, str]  # about the run, on which the winner of a `Tune` depends
     read_only: bool = False
 
     def load(self) -> dict[str, Any]:

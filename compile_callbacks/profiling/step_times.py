@@ -51,18 +51,14 @@ class Step:
 
     variant: Variant = EAGER_VARIANT  # that the contest chose
     first: bool = False  # of its stage or epoch
-    wanted: bool = False  # whether the contest wants the time of the step
     repeats: PhaseTimes | None = None  # counts the further steps for which this one stands
-    compiles: int = 0  # the recorder's number of compiles at the start
-    graphs_before: int = 0  # the recorder's number of executed graphs at the start
+    before: tuple[int, int] = 0, 0  # the recorder's numbers of compiles and of executed graphs at the start
     start: Any = 0.0  # a result of `clock.now`
     timed_on: torch.device | None = None  # the device that measures the time, or ``None`` if the step is not timed
     # Known at the end of the step:
     end: Any = None  # a result of `clock.now`
-    peak_before: int | None = None  # the process's peak of GPU memory at the start, or ``None`` if it is not measured
     kind: StepKind = "eager"
     compiling: bool = False  # whether torch compiled during the step
-    needs_more_memory: bool = False  # whether it did more than to record a CUDA graph
     number: int = 0  # in the phase, from 1
     workload: Workload | None = None  # of a timed step
     is_sample: bool = False  # whether its time may be compared with other steps of the workload
@@ -117,14 +113,14 @@ class _Record:
     loader: str = ""  # the stage and the number of its dataloader
     steps: int = 0
     windows: list[list[Step]] = field(default_factory=lambda: [[]])
-    untimed_left: int = 0  # the number of the next steps that need no timing
+    untimed: int = 0  # the number of the next steps that need no timing
     distance: int = 2  # of the begins of two windows, in windows
 
     def add(self, timed: Step) -> None:
         """Add a timed step."""
         self.windows[-1].append(timed)
         if len(self.windows[-1]) == WINDOW_STEPS:
-            self.untimed_left = (self.distance - 1) * WINDOW_STEPS + 1
+            self.untimed = (self.distance - 1) * WINDOW_STEPS + 1
             if len(self.windows) == MAX_WINDOWS:
                 self.windows, self.distance = self.windows[::2], 2 * self.distance
             self.windows.append([])
@@ -149,7 +145,7 @@ class PhaseTimes:
         self.number = 0
         """The number of finished steps."""
         self.last = _Record()
-        """The record of the last step. The next step is like it if nothing changes. Its ``untimed_left`` counts steps
+        """The record of the last step. The next step is like it if nothing changes. Its ``untimed`` counts steps
         that need no timing: two CUDA events take 50 µs to 250 µs of CPU time, and reading the batch takes 10 µs.
         `Session` counts repeated steps there itself, because a call takes longer."""
         self._phase = phase
@@ -157,20 +153,22 @@ class PhaseTimes:
         self.peak_mib: dict[str | None, float] = {}
         """The peak of the CUDA allocator in steps of each variant, if a step raised that of the process. Nothing resets
         it, because the user's own code may read it. With CUDA graphs, only the recording allocates memory."""
+        self.peak_before: int | None = None
+        """The process's peak of GPU memory when the running step began, or ``None`` if it is not measured."""
         self._shapes: set[int] = set()  # hashes of the shapes that the steps of a variant had
         self._since_compile: Counter[str | None] = Counter()  # steps of each variant
         self._last_timed = Step(end=0.0)
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def begin(self, step: Step, device: torch.device) -> None:
-        """Begin a step. ``step.start`` has the time of the CPU already."""
-        if step.wanted or not self.last.untimed_left:
+    def begin(self, step: Step, device: torch.device, *, wanted: bool) -> None:
+        """Begin a step, whose time may be ``wanted``. ``step.start`` has the time of the CPU already."""
+        if wanted or not self.last.untimed:
             step.timed_on, step.start = device, clock.now(device)
         else:
-            self.last.untimed_left -= 1
-        if device.type == "cuda" and self._since_compile[step.variant.name] < _PEAK_STEPS:
-            step.peak_before = torch.cuda.max_memory_allocated()
+            self.last.untimed -= 1
+        is_measured = device.type == "cuda" and self._since_compile[step.variant.name] < _PEAK_STEPS
+        self.peak_before = torch.cuda.max_memory_allocated() if is_measured else None
 
     def end(self, step: Step, loader: str) -> None:
         """End a step, and set whether its time is a sample."""
@@ -182,8 +180,7 @@ class PhaseTimes:
         if candidate != self.last.candidate:
             since[candidate] = min(since[candidate], WARMUP_STEPS - 1)
         since[candidate] = 0 if step.compiling else since[candidate] + 1
-        before = None if step.needs_more_memory else step.peak_before
-        if before is not None and (peak := torch.cuda.max_memory_allocated()) > before:
+        if self.peak_before is not None and (peak := torch.cuda.max_memory_allocated()) > self.peak_before:
             self.peak_mib[candidate] = peak / 2**20
         if not step.compiling:
             self.last = record

@@ -111,7 +111,8 @@ class PhaseRun(Contest):
         if step.compiling:
             events = self.events("compile", "verify", candidate=step.variant.name)
             parts = {event.part for event in events if event.step == self.times.number + 1}
-            step.needs_more_memory = parts != {"cudagraph"}
+            if parts != {"cudagraph"}:  # the step did more than to record a CUDA graph
+                self.times.peak_before = None
         self.times.end(step, loader)
         if self.turn is not None:
             self.done(step)

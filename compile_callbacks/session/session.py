@@ -81,7 +81,7 @@ class Session:
         sharded = WEIGHTS_ARE_SHARDED if _torch.dynamo.is_sharded(self.module) else None
         recorder.stopping = conditions.stopping
         self.gpu.begin(device)
-        record, known, requests, in_background = None, {}, settings.requests, self._helper is not None
+        record, requests, in_background = None, settings.requests, self._helper is not None
         requests.in_run, requests.failure, requests.takes_trials = in_background, None, conditions.ranks == 1
         if arguments.compiles:
             self._tell(findings.at_begin())
@@ -93,17 +93,16 @@ class Session:
                 self._warn.warn("CC401", problem)
             model, targets = model_fingerprint(self.module), arguments.targets or ()
             path = settings.cache_dir / f"model-{model}.json"
-            record = ModelRecord(path, read_only=bool(conditions.rank or problem))
+            facts = facts_of_run(model, targets, settings.passes, conditions.precision, device, conditions.ranks)
+            record = ModelRecord(path, facts, read_only=bool(conditions.rank or problem))
             self._switch.observed.restore(record.load()["shapes"])
-            known = facts_of_run(model, targets, settings.passes, conditions.precision, device, conditions.ranks)
         recorder.listen()
         undo.callback(recorder.stop)
         self._switch.install()
-        conditions = conditions._replace(device=device, devices=self._switch.devices, sharded=sharded, known=known)
-        conditions = conditions._replace(record=record, baseline_steps=arguments.baseline_steps)
+        conditions = conditions._replace(device=device, devices=self._switch.devices, sharded=sharded, record=record)
+        conditions = conditions._replace(baseline_steps=arguments.baseline_steps, in_background=in_background)
         for phase, run in self._phases.items():
-            shapes = functools.partial(self._switch.observed.shares, phase)
-            run.begin(conditions._replace(shapes=shapes, in_background=in_background))
+            run.begin(conditions._replace(shapes=functools.partial(self._switch.observed.shares, phase)))
             self._settle(run)
 
     def end(self, *, keep_compiled: bool = False) -> None:
@@ -152,9 +151,9 @@ class Session:
         # Most steps of a long run are only counted, so these lines do as little as possible. The compiles are compared
         # here, too, because the user may compile between two steps.
         step, ran = self._step, self._recorder.executions
-        if step and (times := step.repeats) and not first and times.last.untimed_left and ran.compiles == step.compiles:
-            times.last.untimed_left -= 1
-            ran.step, step.start, step.graphs_before = times.number + 1, clock.seconds(), ran.graphs
+        if step and (times := step.repeats) and not first and times.last.untimed and ran.compiles == step.before[0]:
+            times.last.untimed -= 1
+            ran.step, step.start, step.before = times.number + 1, clock.seconds(), (ran.compiles, ran.graphs)
             if self.gpu.on_gpu:
                 self.gpu.step_begins(self.stage.phase, step.variant)
             return False
@@ -173,12 +172,12 @@ class Session:
             self.gpu.step_begins(stage.phase, variant)
         if stage.eager:
             return False
-        self._step = step = Step(variant=variant, first=first, wanted=wanted, start=clock.seconds())
-        step.compiles, step.graphs_before = ran.compiles, ran.graphs
+        before = ran.compiles, ran.graphs
+        self._step = step = Step(variant=variant, first=first, before=before, start=clock.seconds())
         if self._helper is not None:
             captures, ranks = variant.config is not None, run.conditions.ranks
             ran.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
-        run.times.begin(step, run.conditions.device)
+        run.times.begin(step, run.conditions.device, wanted=wanted)
         return step.timed_on is not None
 
     def keep_gradients(self) -> None:
@@ -197,23 +196,23 @@ class Session:
             self.gpu.step_ends()
         if step is None:
             return
-        kind: StepKind = "eager" if ran.graphs == step.graphs_before else "compiled"
-        if (times := step.repeats) and kind == step.kind and ran.compiles == step.compiles:
+        kind: StepKind = "eager" if ran.graphs == step.before[1] else "compiled"
+        if (times := step.repeats) and kind == step.kind and ran.compiles == step.before[0]:
             times.number += 1
             times.last.steps += 1
             return
         step.kind, run = kind, self._phases[self.stage.phase]
-        if ran.compiles != step.compiles:
+        if ran.compiles != step.before[0]:
             self._recorder.collect()
             step.compiling = True
             self.gpu.free_cached()
         run.end_step(step, self.stage, batch, *describe(*arguments))
-        if run.settled != (run.decision, run.turn):
+        if is_changed := run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
             self.keep_gradients()
         self._step = None
-        if not (step.wanted or step.compiling or self._arguments.target_settings.requests.active):
-            self._step = Step(variant=step.variant, compiles=ran.compiles, kind=kind, repeats=run.times)
+        if not (is_changed or run.turn or step.compiling or self._arguments.target_settings.requests.active):
+            self._step = Step(variant=step.variant, before=(ran.compiles, 0), kind=kind, repeats=run.times)
 
     def check(self, phase: Phase | None = None) -> None:
         """At the end of a stage, or of the run, warn once about targets that ran uncompiled, and about slow steps."""

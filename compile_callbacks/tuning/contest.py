@@ -44,7 +44,6 @@ class Conditions(NamedTuple):
     of_rank_zero: Callable[[Any], Any] = lambda value: value  # returns the value of rank zero on each rank
     precision: str = ""
     stopping: Callable[[], bool] = lambda: False  # whether no compile should begin; must not refer to the module
-    known: Mapping[str, str] = {}  # on which the winner of a `Tune` depends
     record: ModelRecord | None = None  # the file with the winners of earlier runs
 
 
@@ -212,7 +211,7 @@ class Contest:
         trials |= of_tune(tune, self.phase, conditions.device, conditions.sharded, fast)
         ahead = [trial for trial in trials.values() if trial.verdict == "undecided" and trial is not eager]
         keys = [config.key() for config in tune.configs]
-        key = digest([dict(conditions.known), self.phase, keys, tune.steps, repr(self._usual)])
+        key = digest([record and dict(record.facts), self.phase, keys, tune.steps, repr(self._usual)])
         entry = conditions.of_rank_zero(record.load()["winners"].get(key, {}) if record else {})
         with contextlib.suppress(ValueError, TypeError):  # none, or of another version
             ahead += self._add(InductorConfig.from_dict(entry.get("config")))  # a run of "auto" adds it later

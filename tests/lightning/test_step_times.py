@@ -186,7 +186,7 @@ def test_auto_without_memory_for_cuda_graphs_takes_default_only_if_it_was_faster
 
 def test_auto_remembers_the_winner_also_with_sharded_weights(auto_on_gpu):
     written = []
-    record = types.SimpleNamespace(load=lambda: {"winners": {}}, update=lambda *entry: written.append(entry))
+    record = types.SimpleNamespace(facts={}, load=lambda: {"winners": {}}, update=lambda *entry: written.append(entry))
     ms = {"eager": 10.0, "default": 5.0, "max-autotune-no-cudagraphs": 6.0}
     auto_on_gpu(ms, sharded="the weights are sharded", record=record)
     assert [entry["candidate"] for _, _, entry in written] == ["default"]
