@@ -182,7 +182,7 @@ def main() -> None:
     add("--image-size", type=int, default=224)
     add("--pairs", type=int, default=12, help="number of blocks of each way")
     add("--block-steps", type=int, default=20)
-    add("--prepare-steps", type=int, default=660, help="steps of the callback first; it times half of its first 600")
+    add("--prepare-steps", type=int, default=360, help="steps of the callback first; it times half of its first 300")
     add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead", "bare"])
     args = parser.parse_args()
     warnings.simplefilter("ignore")

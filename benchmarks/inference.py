@@ -55,7 +55,7 @@ WAYS = {
 MODES: dict[str, Any] = {"bare": "fast", "auto": "auto", "frozen": {"mode": "reduce-overhead", "freezing": True}}
 BY_HAND = "frozen by hand", "loop"
 WARM_UP_STEPS = 30  # of a block
-PREPARE_STEPS = 660  # of the callback, which times half of its first 600 steps
+PREPARE_STEPS = 360  # of the callback, which times half of its first 300 steps
 BLOCK_SECONDS = 0.25
 RUN_STEPS = 100_000  # the announced length of each run, with which "auto" plans
 

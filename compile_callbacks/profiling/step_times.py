@@ -26,7 +26,7 @@ allocators and cuDNN warm up. torch warms up a CUDA graph in its first call, and
 WINDOW_STEPS = 10
 """The number of steps in a window, as many as the eager baseline has by default."""
 
-MAX_WINDOWS = 32
+MAX_WINDOWS = 16
 """The number of windows after which a record drops every second window."""
 
 _PEAK_STEPS = 5

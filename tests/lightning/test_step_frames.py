@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 PACKAGE = str(Path(compile_callbacks.__file__).parent)
-EACH_SECOND_WINDOW = 640  # of the first steps, half are timed
+EACH_SECOND_WINDOW = 320  # of the first steps, half are timed
 
 
 def test_a_steady_step_enters_few_functions():

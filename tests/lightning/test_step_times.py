@@ -261,7 +261,7 @@ def test_timed_steps_are_spread_evenly_over_the_run_and_each_stage_has_its_own()
     steps = [number for number in steps if number <= count]
     begins = [after for before, after in itertools.pairwise(steps) if after > before + 1]
     distances = [after - before for before, after in itertools.pairwise(begins)]
-    assert 160 <= len(steps) <= 330  # 16 to 33 windows of ten steps
+    assert 80 <= len(steps) <= 170  # 8 to 17 windows of ten steps
     assert max(distances) <= 1.2 * min(distances)
     assert begins[-1] + 2.5 * max(distances) > count
     for accumulated in (2, 3, 8, 32):

@@ -49,7 +49,7 @@ def apart(accelerator):
     before, after = Stopwatch(), Stopwatch()
     callback = InductorCompile("default", None, passes=[Uncached()], verify="off", baseline_steps=50)
     # A step takes so long that the work of Lightning and of the callback between two clocks is a small part of it.
-    batch = loader(1, batch_size=64 if accelerator == "cpu" else 16384)
+    batch = loader(1, batch_size=64 if accelerator == "cpu" else 32768)
     batches = DataLoader([*batch] * STEPS, batch_size=None)
     trainer(before, callback, after, accelerator=accelerator).fit(Classifier(net()), batches)
     of_steps = zip(before.times[::2], after.times[::2], before.times[1::2], after.times[1::2], strict=True)
@@ -108,7 +108,7 @@ def test_untimed_steps_of_any_device_are_counted_and_a_compile_in_one_of_them_is
     series = {of_kind["kind"]: of_kind["steps"] for of_kind in found.series}
     assert [event["step"] for event in found.events if event["kind"] == "recompile"] == [401]
     assert series["compiling"] == [1, 401]
-    assert 50 < sum(step <= 400 for step in series["compiled"]) < 250  # a long run keeps fewer windows
+    assert 40 < sum(step <= 400 for step in series["compiled"]) < 170  # a long run keeps fewer windows
     assert found.steps == {"compiled": 800}
     assert calls["mark"] == 0  # a mark also ends steps of the user's CUDA graphs
     assert calls[False] == (800 if on_gpu else 0)  # compiled backward passes run in the thread of the step
