@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+import memory
 import verification
 from duels import WAYS as DUELISTS
 from inference import WAYS as PREDICTING
@@ -219,22 +221,21 @@ def predict_at_batch_1(machine: str) -> None:
 
 
 def memory_of_modes(machine: str) -> None:
-    """The memory of "fast" and "auto" relative to the mode "default"."""
-    ratios: dict[str, list[Row]] = {"InductorCompile()": [], 'InductorCompile("auto")': []}
-    for result in read(f"{machine}/memory_*"):
-        before = find(result["rows"], 'InductorCompile("default")')
-        for way, found in ratios.items():
-            row = find(result["rows"], way)
-            found.append({name: row[name] / before[name] for name in ("peak_memory_mib", "last_reserved_mib")})
-    fast, auto = (
-        [f"{max(row[name] for row in found):.2f}" for name in ("peak_memory_mib", "last_reserved_mib")]
-        for found in ratios.values()
-    )
-    number, default = len(read(f"{machine}/memory_*")), '`"default"`'
+    """The memory of "fast" relative to "default" and by hand, and of "auto" relative to the mode that it chose."""
+    fields, ratios = ("peak_memory_mib", "last_reserved_mib"), defaultdict[str, list[float]](list)
+    for result in (results := read(f"{machine}/memory_*")):
+        default, hand, fast, auto = (find(result["rows"], way) for way in memory.MODES)
+        winner = next((row for row in (default, fast) if row["mode"] == auto["mode"]), None)
+        for field in fields:
+            ratios[field] += [fast[field] / default[field]]
+            ratios[f"auto {field}"] += [auto[field] / winner[field]] if winner else []
+        ratios["by hand"] += [fast[fields[1]] / hand[fields[1]]] if hand else []
+    most = {name: f"{max(values):.2f}" for name, values in ratios.items()}
     print(
-        f"In {number} workloads, the peak memory of `InductorCompile()` was at most {fast[0]} times that of {default}, "
-        f"and the memory that torch held at the end at most {fast[1]} times. "
-        f'With `"auto"`, it was at most {auto[0]} and {auto[1]} times'
+        f"In {len(results)} workloads, the peak memory of `InductorCompile()` was at most {most[fields[0]]} times that "
+        f'of `"default"`. The memory that torch held at the end was at most {most[fields[1]]} times that of '
+        f'`"default"`, and {most["by hand"]} times that of `net.compile(mode="reduce-overhead")`. With `"auto"`, '
+        f"it was at most {most[f'auto {fields[1]}']} times that of the mode that it chose"
     )
 
 
