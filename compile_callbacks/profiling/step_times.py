@@ -180,7 +180,8 @@ class PhaseTimes:
         if candidate != self.last.candidate:
             since[candidate] = min(since[candidate], WARMUP_STEPS - 1)
         since[candidate] = 0 if step.compiling else since[candidate] + 1
-        if self.peak_before is not None and (peak := torch.cuda.max_memory_allocated()) > self.peak_before:
+        before, self.peak_before = self.peak_before, None
+        if before is not None and (peak := torch.cuda.max_memory_allocated()) > before:
             self.peak_mib[candidate] = peak / 2**20
         if not step.compiling:
             self.last = record

@@ -172,8 +172,7 @@ class Session:
             self.gpu.step_begins(stage.phase, variant)
         if stage.eager:
             return False
-        before = ran.compiles, ran.graphs
-        self._step = step = Step(variant=variant, first=first, before=before, start=clock.seconds())
+        self._step = step = Step(variant=variant, first=first, before=(ran.compiles, ran.graphs), start=clock.seconds())
         if self._helper is not None:
             captures, ranks = variant.config is not None, run.conditions.ranks
             ran.import_seconds += self._helper.poll(captures=captures, ranks=ranks)
@@ -210,8 +209,8 @@ class Session:
         if is_changed := run.settled != (run.decision, run.turn):
             # torch frees the memory pool with the last CUDA graph, even if gradients are still in the pool.
             self.keep_gradients()
-        self._step = None
-        if not (is_changed or run.turn or step.compiling or self._arguments.target_settings.requests.active):
+        self._step, wanted = None, run.turn is not None and run.next()[1]
+        if not (is_changed or wanted or step.compiling or self._arguments.target_settings.requests.active):
             self._step = Step(variant=step.variant, before=(ran.compiles, 0), kind=kind, repeats=run.times)
 
     def check(self, phase: Phase | None = None) -> None:

@@ -67,6 +67,7 @@ class StepsOnGpu:
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
+        self._frees_at_end = False  # because this raises after an error of the GPU
         self.step_ends()
         self._end_marks = self._end_marks and self._end_marks()
         # After an exception, a later graph may have overwritten gradients. Moving them would hide the exception.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from compile_callbacks import CompileWarning, InductorCompile, Tune
 from compile_callbacks.profiling.comparison import compare
+from compile_callbacks.profiling.step_times import PhaseTimes, Step
 from tests.support.models import Classifier, batches_of, seeded, trainer
 from tests.support.step_times import OnDevice, Times, captured_graphs
 
@@ -212,6 +213,9 @@ def test_a_peak_is_measured_only_if_a_step_raises_it(last, peak, monkeypatch):
     report, _ = timed({"eager": 5, None: 5}, *[4] * 16, make=lambda: OnDevice("cuda", in_step=allocate))
     details = report.train.diagnostics
     assert (details.eager_peak_memory_mib, details.peak_memory_mib) == (938, peak)
+    vars(times := PhaseTimes("train"))["peak_before"] = 0
+    times.end(Step(), "train")
+    assert times.peak_before is None  # because a step that is only counted skips `begin`
 
 
 @pytest.mark.usefixtures("_a_gpu")
