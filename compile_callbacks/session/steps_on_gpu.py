@@ -49,7 +49,7 @@ class StepsOnGpu:
             self.free_cached()
 
     def free_cached(self, *, again: bool = False) -> None:
-        """Free blocks that others do not fit, and ``again`` at the end of the step, when earlier gradients are gone."""
+        """Free cached blocks, which seldom fit other steps, and ``again`` when the step has freed earlier gradients."""
         if self.on_gpu:
             torch.cuda.empty_cache()
             self._frees_at_end = again
@@ -67,7 +67,7 @@ class StepsOnGpu:
 
     def end(self) -> None:
         """End the run, also after an exception within a step."""
-        self._frees_at_end = False  # because this raises after an error of the GPU
+        self._frees_at_end = False  # freeing memory raises after a GPU error
         self.step_ends()
         self._end_marks = self._end_marks and self._end_marks()
         # After an exception, a later graph may have overwritten gradients. Moving them would hide the exception.

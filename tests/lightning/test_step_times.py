@@ -213,7 +213,7 @@ def test_a_peak_is_measured_only_if_a_step_raises_it(last, peak, monkeypatch):
     report, _ = timed({"eager": 5, None: 5}, *[4] * 16, make=lambda: OnDevice("cuda", in_step=allocate))
     details = report.train.diagnostics
     assert (details.eager_peak_memory_mib, details.peak_memory_mib) == (938, peak)
-    vars(times := PhaseTimes("train"))["peak_before"] = 0
+    monkeypatch.setattr(times := PhaseTimes("train"), "peak_before", 0)
     times.end(Step(), "train")
     assert times.peak_before is None  # because a step that is only counted skips `begin`
 

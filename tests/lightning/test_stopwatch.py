@@ -131,7 +131,7 @@ def test_marks_of_steps_end_with_the_run_that_began_them(monkeypatch):
 
 
 @pytest.mark.usefixtures("captured_graph", "as_on_gpu")
-def test_cached_memory_is_freed_again_when_the_gradients_before_a_decision_are_gone(monkeypatch):
+def test_cached_memory_is_freed_again_after_the_first_step_of_a_decision(monkeypatch):
     module, freed_after = Classifier(), []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed_after.append(len(module.losses)))
     trainer(InductorCompile(Tune(["default"]), None)).fit(module, loader(100))
