@@ -234,8 +234,9 @@ def memory_of_modes(machine: str) -> None:
     print(
         f"In {len(results)} workloads, the peak memory of `InductorCompile()` was at most {most[fields[0]]} times that "
         f'of `"default"`. The memory that torch held at the end was at most {most[fields[1]]} times that of '
-        f'`"default"`, and {most["by hand"]} times that of `net.compile(mode="reduce-overhead")`. With `"auto"`, '
-        f"it was at most {most[f'auto {fields[1]}']} times that of the mode that it chose"
+        f'`"default"`, and in {len(ratios["by hand"])} of them {most["by hand"]} times that of '
+        f'`net.compile(mode="reduce-overhead")`. With `"auto"`, it was at most {most[f"auto {fields[1]}"]} times that '
+        "of the mode that it chose"
     )
 
 
