@@ -49,22 +49,22 @@ class Table:
 
 
 TABLES = {
-    "ddp": Table("ddp.py --batch-sizes 128 --rounds 3 --budget-seconds 230", 260, gpus=2),
+    "ddp": Table("ddp.py --batch-sizes 128 --rounds 5 --budget-seconds 200", 230, gpus=2),
     "ddp_reduce_overhead": Table(
-        "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 3 --budget-seconds 180",
-        210,
+        "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 5 --budget-seconds 150",
+        180,
         gpus=2,
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),
     **{
-        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}{more}", 150)
+        f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}{more}", 130)
         for (model, size), more in ROWS.items()
     },
-    "inference": Table("inference.py", 360),
+    "inference": Table("inference.py", 330),
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),
     # A model that `default` makes slower.
-    "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 150),
+    "background_slower": Table(f"{BACKGROUND} --model mobilenet_v3_large --batch-size 16", 240),
     "memory": Table("memory.py", 300),
     **{
         f"memory_{model}_{size}": Table(f"memory.py --model {model} --batch-size {size} --steps 400", 120)

@@ -8,9 +8,9 @@ The ways, each with one and with several GPUs:
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
 The largest number of GPUs repeats the ways in turn with the first batch size, as often as --rounds says, without a way
-that failed. Processes stay alive from row to row, and share one compiler cache. Every process has the same batch on its
-device in each step. Times are medians of blocks of steps, synchronized at both ends, in the second half of the timed
-steps. "speedup_over_one_gpu" is the ratio of images per second to the same way on one GPU.
+that failed. Processes stay alive from row to row. Every process has the same batch on its device in each step. Times
+are medians of blocks of steps, synchronized at both ends, in the second half of the timed steps.
+"speedup_over_one_gpu" is the ratio of images per second to the same way on one GPU.
 
 python benchmarks/ddp.py [--gpus 1 2] [--batch-sizes 256 1024 128 512] [--mode default] [--json FILE]
 python benchmarks/ddp.py --device cpu --model resnet18 --batch-sizes 2 --image-size 32 --steps 4 --block 1
@@ -137,10 +137,7 @@ class RankProcesses:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         sender = ["--serve", str(self.inbox), "--sender", str(os.getpid())]
         command = [sys.executable, *torchrun, __file__, *sys.argv[1:], *sender]
-        variables = {"TORCHINDUCTOR_CACHE_DIR": f"{self.folder}/inductor", "TRITON_CACHE_DIR": f"{self.folder}/triton"}
-        self.process = subprocess.Popen(
-            command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         self.sent = 0
 
     def measure(self, job: Row) -> Row:

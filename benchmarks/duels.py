@@ -5,7 +5,7 @@ and each pair of blocks gives one ratio, so that drift between rounds does not c
 of the step" is no Trainer: it is a CUDA graph of forward pass, backward pass and fused optimizer, the least time that
 launching the same kernels can take.
 
-python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 12] [--ways eager bare ...] [--json FILE]
+python benchmarks/duels.py --model resnet50 --batch-size 16 [--pairs 10] [--ways eager bare ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def main() -> None:
     add("--model", required=True, help="a name of models.py")
     add("--batch-size", type=int, default=32)
     add("--image-size", type=int, default=224)
-    add("--pairs", type=int, default=12, help="number of blocks of each way")
+    add("--pairs", type=int, default=10, help="number of blocks of each way")
     add("--block-steps", type=int, default=20)
     add("--prepare-steps", type=int, default=360, help="steps of the callback first; it times half of its first 300")
     add("--ways", nargs="+", choices=list(WAYS), default=["eager", "default", "reduce-overhead", "bare"])

@@ -4,7 +4,7 @@ A block is a `Trainer.predict` of some steps, or a loop without a Trainer, timed
 ways alternate, in both orders, and a speedup is the median ratio of the blocks of one round. On a GPU, everything runs
 in bf16 autocast. A loop runs in one context of autocast, which keeps its casts of weights for the next call.
 
-python benchmarks/inference.py [--model resnet50] [--batch-sizes 1 128] [--rounds 12] [--ways eager bare ...]
+python benchmarks/inference.py [--model resnet50] [--batch-sizes 1 128] [--rounds 10] [--ways eager bare ...]
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> None:
     add("--model", default="resnet50", help="a name of models.py")
     add("--batch-sizes", type=int, nargs="+", default=[1, 128])
     add("--image-size", type=int, default=224)
-    add("--rounds", type=int, default=12, help="number of blocks of each way")
+    add("--rounds", type=int, default=10, help="number of blocks of each way")
     add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
