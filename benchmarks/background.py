@@ -79,6 +79,8 @@ def run(args: argparse.Namespace, way: str) -> Row:
     """One way, in this process."""
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")
+    if args.threads:
+        torch.set_num_threads(args.threads)
     net, images, labels = make(args.model, args.batch_size, args.image_size, args.device)
     module = Classifier(net)
     callback = None
@@ -130,6 +132,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--mode", default="default")
     parser.add_argument("--steady-steps", type=int, default=60)
+    parser.add_argument("--threads", type=int, help="of the process that trains on a CPU")
     ways = [EAGER, BY_HAND, BACKGROUND]
     parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--run-way", help=argparse.SUPPRESS)
@@ -138,6 +141,8 @@ def main() -> None:
         os.dup2(2, 1)
         write_row(run(args, args.run_way))
         return
+    title = f"{args.model}, batch {args.batch_size}, {args.mode}"
+    title += f", {args.threads} thread{'s' * (args.threads > 1)}" if args.threads else ""
     rows: dict[str, Row] = {}
     step_s: dict[str, list[float]] = {}
     for way in args.ways:
@@ -148,7 +153,7 @@ def main() -> None:
         say(f"{way}: longest {rows[way]['longest_steps']}, steady {rows[way]['steady_ms']:.2f} ms")
         found = rows[way].pop("environment")
         known = [{**dict.fromkeys(COLUMNS), **row} for row in rows.values()]
-        save(args.json, f"{args.model}, batch {args.batch_size}, {args.mode}", known, found)
+        save(args.json, title, known, found)
     print_columns(COLUMNS, known)
 
 

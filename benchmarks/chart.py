@@ -1,4 +1,4 @@
-"""Draws the chart of the README, docs/images/speedup.png: the speedup of the bare line over eager.
+"""Draws the chart of the README, docs/images/speedup.png: the speedup of `InductorCompile()` over eager.
 
 `pages.py` draws it if the bars of the files differ from those in the comment of the picture.
 """

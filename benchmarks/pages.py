@@ -67,11 +67,12 @@ def show_background(rows: list[Row]) -> None:
 
 TABLES = {
     "duels": Table(
-        "duel_*", duels.show, "Training: the bare line against other ways",
+        "duel_*", duels.show, "Training: `InductorCompile()` against other ways",
         """The ways of a model run in one process, in alternating blocks of steps, in bf16 autocast, channels last, with
 fused SGD with momentum. *Step ms* is the median of the blocks. *Over* another way is the median of the ratios of the
-blocks of one round, with the 95% interval. *Mode* is what `"fast"` became, or what `"auto"` chose. The *graph of the
-step* is a hand-made CUDA graph of forward pass, backward pass and fused optimizer, in a loop without a Trainer.""",
+blocks of one round, with the 95% interval. *Mode* is what `"fast"` became, or what `"auto"` chose. *Bare* is
+`InductorCompile()` without an argument. The *graph of the step* is a hand-made CUDA graph of forward pass, backward
+pass and fused optimizer, in a loop without a Trainer.""",
     ),
     "inference": Table(
         "inference", inference.show, "ResNet-50, inference",
@@ -84,7 +85,8 @@ each batch.""",
         "background_*", show_background, "Compiling in the background",
         """Each way is a process with an empty cache. *By hand* is `net.compile(mode=...)`, and *meanwhile* are the
 steps while the helper process compiles. The longest step in the background is the capture, or the first compiled step
-with its comparison. On a GPU, all models train in bf16.""",
+with its comparison. *Step ms* are medians of the last steps. In the background, they include the blocks of eager steps
+with which the callback compares. On a GPU, all models train in bf16.""",
     ),
     "tiny_steps": Table(
         "tiny_steps", partial(print_columns, tiny_steps.COLUMNS), "The CPU time that a step takes in addition",

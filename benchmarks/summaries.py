@@ -14,7 +14,6 @@ from duels import WAYS as DUELISTS
 from inference import WAYS as PREDICTING
 from tables import (
     Row,
-    compare_blocks,
     compare_pairs,
     find,
     in_order,
@@ -59,7 +58,7 @@ def workload(duel: Duel) -> str:
 
 
 def by_hand(duel: Duel) -> Row:
-    """The way by hand in the mode that the bare line chose."""
+    """The way by hand in the mode that `InductorCompile()` chose."""
     return duel[duel["bare"]["mode"].partition(",")[0]]
 
 
@@ -78,8 +77,7 @@ def joined(parts: Sequence[str]) -> str:
 
 def speedup(before: Row, after: Row) -> str:
     """The ratio of two step times as a cell, with its 95% interval if both rows have at least five blocks."""
-    blocks = compare_blocks(before.get("block_ms", ()), after.get("block_ms", ()))
-    return with_interval(blocks) or times(before["step_ms"] / after["step_ms"])
+    return with_interval(compare_pairs(before, after)) or times(before["step_ms"] / after["step_ms"])
 
 
 def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
@@ -125,7 +123,7 @@ def answer(machine: str) -> None:
 
 
 def means(machine: str) -> None:
-    """The geometric mean of the speedups of the bare line over other ways, and the lowest and the highest one."""
+    """The geometric mean of the speedups of `InductorCompile()` over other ways, and the lowest and the highest one."""
     lines, found = [], duels_of(machine)
     for name in ("eager", "reduce-overhead", "default"):
         speedups = [compare_pairs(duel[name], duel["bare"]) for duel in found]
@@ -136,7 +134,7 @@ def means(machine: str) -> None:
 
 
 def training(machine: str) -> None:
-    """The step times of the duels, and the speedups of the bare line."""
+    """The step times of the duels, and the speedups of `InductorCompile()`."""
     lines = []
     for duel in duels_of(machine):
         eager, hand, ours = (duel[name] for name in ("eager", "reduce-overhead", "bare"))
@@ -163,7 +161,7 @@ def slower(machine: str) -> None:
 
 
 def whole_steps(machine: str) -> None:
-    """A CUDA graph of the whole step against the bare line."""
+    """A CUDA graph of the whole step against `InductorCompile()`."""
     parts = [
         f"step of {workload(duel)} took {ms(duel['graph']['step_ms'])} ms instead of "
         f"{ms(duel['bare']['step_ms'])} ms, {with_interval(compare_pairs(duel['bare'], duel['graph']))}"
@@ -182,7 +180,7 @@ def no_gain(machine: str) -> None:
 
 
 def fastest(machine: str) -> None:
-    """The mode that the bare line chose, how often it is faster than eager and `default`, and the speedups."""
+    """The mode that `InductorCompile()` chose, how often it is faster than eager and `default`, and the speedups."""
     found = duels_of(machine)
     chosen = sum(duel["bare"]["mode"].startswith("reduce-overhead") for duel in found)
     wins = [
@@ -201,7 +199,7 @@ def fastest(machine: str) -> None:
 
 
 def predict_of_eager(machine: str) -> None:
-    """The time of the bare line in `trainer.predict`, relative to eager."""
+    """The time of `InductorCompile()` in `trainer.predict`, relative to eager."""
     parts = [
         f"{1 / compare_pairs(eager, ours)['speedup']:.0%} at {name.rpartition(', ')[2]}"
         for name, mode, eager, _, ours in comparisons(machine)
@@ -229,13 +227,17 @@ def memory_of_modes(machine: str) -> None:
         for field in fields:
             ratios[field] += [fast[field] / default[field]]
             ratios[f"auto {field}"] += [auto[field] / winner[field]] if winner else []
-        ratios["by hand"] += [fast[fields[1]] / hand[fields[1]]]
+        for field in fields:
+            ratios[f"by hand {field}"] += [fast[field] / hand[field]]
+        ratios["trials"] += [auto["reserved_mib"] / fast["reserved_mib"]]
     most = {name: f"{max(values):.2f}" for name, values in ratios.items()}
     print(
         f"In {len(results)} workloads, the peak memory of `InductorCompile()` was at most {most[fields[0]]} times that "
-        f'of `"default"`. The memory that torch held at the end was at most {most[fields[1]]} times that of '
-        f'`"default"`, and {most["by hand"]} times that of `net.compile(mode="reduce-overhead")`. With `"auto"`, it '
-        f"was at most {most[f'auto {fields[1]}']} times that of the mode that it chose"
+        f'of `"default"`, but up to {most[f"by hand {fields[0]}"]} times that of '
+        '`net.compile(mode="reduce-overhead")`: the first steps run eagerly, and the comparison needs memory. At the '
+        f'end, torch held at most {most[fields[1]]} times as much as with `"default"`, and '
+        f'{most[f"by hand {fields[1]}"]} times as much as by hand. With `"auto"`, it held up to {most["trials"]} times '
+        f"as much during the trials, and at most {most[f'auto {fields[1]}']} times as much at the end"
     )
 
 
@@ -288,18 +290,26 @@ def longest_steps(machine: str) -> None:
     print(f"the longest step of {len(spans[0])} workloads took {texts[0]} instead of {texts[1]}")
 
 
+def meanwhile(machine: str) -> None:
+    """The steps while the helper process compiles, relative to those of an eager run."""
+    found = [{row["way"]: row for row in result["rows"]} for result in read(f"{machine}/background_*")]
+    more = [rows["background"]["meanwhile_ms"] / rows["eager"]["steady_ms"] - 1 for rows in found]
+    print(f"{min(more):.0%} to {max(more):.0%}")
+
+
 def behind_eager(machine: str) -> None:
     """The step until which a run in the background has taken longer than an eager run, because of its costs."""
     steps, never = [], 0
     for result in read(f"{machine}/background_*"):
         ours, eager_ms = find(result["rows"], "background"), find(result["rows"], "eager")["steady_ms"]
         behind_ms = ours["seconds"] * 1000 - ours["steps"] * eager_ms
-        if eager_ms > ours["steady_ms"]:
+        if ours["verdict"] != "slower" and eager_ms > ours["steady_ms"]:
             steps.append(ours["steps"] + behind_ms / (eager_ms - ours["steady_ms"]))
         else:
             never += 1
-    text = f"until step {min(steps):,.0f} to {max(steps):,.0f}"
-    print(f"{text}, and with {never} workload to the end" if never else text)
+    first, last = (f"{end(steps):,.0f}" for end in (min, max))
+    text = f"until step {first}" if first == last else f"until step {first} to {last}"
+    print(f"{text}, and to the end in {never} of {never + len(steps)}" if never else text)
 
 
 def wrong_gradients(machine: str) -> None:
@@ -357,6 +367,6 @@ def warm_seconds(machine: str) -> None:
 
 SUMMARIES = [
     answer, means, training, slower, whole_steps, no_gain, fastest, predict_of_eager, predict_at_batch_1, tiny_overhead,
-    memory_of_modes, cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, behind_eager,
-    first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
+    memory_of_modes, cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, meanwhile,
+    behind_eager, first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip

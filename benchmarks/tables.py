@@ -52,21 +52,19 @@ def summarize(block_ms: Sequence[float]) -> dict[str, Any]:
     return {"step_ms": median_ms(samples), "spread_ms": spread_ms(samples), "samples": len(samples)}
 
 
-def compare_blocks(eager_ms: Sequence[float], block_ms: Sequence[float]) -> dict[str, Any]:
-    """Return the ratio of two medians, its 95% interval, and whether the interval is above 1; ``None`` if unknown."""
-    found = compare([eager_ms], [block_ms])
+def compare_pairs(before: Row, after: Row) -> dict[str, Any]:
+    """Compare two ways whose blocks alternate.
+
+    Return the median ratio of two blocks of the same round, its 95% interval, and whether the interval is above 1;
+    ``None`` if unknown. Drift between rounds changes both blocks of a round by about the same factor.
+    """
+    # One way may lack the last round, if the time was used up.
+    pairs = zip(before.get("block_ms", ()), after.get("block_ms", ()), strict=False)
+    ratios = [theirs / ours for theirs, ours in pairs]
+    found = compare([ratios], [[1.0] * len(ratios)])
     if found is None or found.outcome == "not comparable":
         return {"speedup": None, "speedup_interval": None, "faster": None}
     return {"speedup": found.ratio, "speedup_interval": [found.low, found.high], "faster": found.outcome == "faster"}
-
-
-def compare_pairs(before: Row, after: Row) -> dict[str, Any]:
-    """Return `compare_blocks` of two ways whose blocks alternate: the median ratio of two blocks of the same round.
-
-    Drift between rounds changes both blocks of a round by about the same factor.
-    """
-    ratios = [theirs / ours for theirs, ours in zip(before["block_ms"], after["block_ms"], strict=True)]
-    return compare_blocks(ratios, [1.0] * len(ratios))
 
 
 def commit() -> str | None:
@@ -197,7 +195,7 @@ def times(ratio: float | None) -> str:
 
 
 def with_interval(compared: Row) -> str:
-    """A speedup and its 95% interval as a cell, of a row or of `compare_blocks`."""
+    """A speedup and its 95% interval as a cell, of a row or of `compare_pairs`."""
     if compared.get("speedup") is None:
         return ""
     return "{}x ({} to {})".format(*(f"{v:.2f}" for v in (compared["speedup"], *compared["speedup_interval"])))
