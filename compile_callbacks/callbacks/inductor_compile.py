@@ -225,7 +225,7 @@ class InductorCompile(Callback):
             resolve_targets(pl_module, arguments.targets or ()),
             dataclasses.replace(arguments, target_settings=settings),
             resolve=functools.partial(resolve_again, pl_module, arguments),
-            print_line=functools.partial(print_line, trainer),
+            print_line=functools.partial(print_line, weakref.ref(trainer)),
         )
 
     def _give_up(self, what: str, error: Exception) -> None:
@@ -269,7 +269,7 @@ class InductorCompile(Callback):
             self._printed = True
             print_report(report.phases)
         if path is not None:
-            print_line(trainer, f"report: {path}")
+            print_line(weakref.ref(trainer), f"report: {path}")
 
     def _log_scalars(self, trainer: Trainer, *, details: bool = True) -> None:
         """Log the scalars of the report. ``details`` synchronizes the GPU, so use it only at the end of a stage."""

@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_callbacks import _torch
 
+_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 _LOCAL = ("", "aten", "prims", "prim", "torchvision", "torchaudio")  # the namespaces of operators in one process
 
 
@@ -29,6 +30,17 @@ def has_unknown_size(graph_module: torch.fx.GraphModule) -> bool:
     """Return whether a value of Dynamo's graph has a size that depends on values of tensors."""
     values = [node.meta.get("example_value") for node in _torch.graphs.all_nodes(graph_module)]
     return any(free_unbacked_symbols(value.shape) for value in values if isinstance(value, torch.Tensor))
+
+
+def uninitialized_outputs(graph_module: torch.fx.GraphModule) -> frozenset[int]:
+    """Return the positions of the outputs that no operator writes, such as of ``torch.empty`` before a graph break."""
+    output = graph_module.graph.output_node()
+    empty = [node for node in graph_module.graph.nodes if getattr(node.target, "__name__", node.target) in _EMPTY]
+    return frozenset(
+        i
+        for i, node in enumerate(output.args[0])  # type: ignore[arg-type]
+        if node in empty and node.users.keys() == {output}
+    )
 
 
 def written_statistics(graph_module: torch.fx.GraphModule) -> frozenset[int]:

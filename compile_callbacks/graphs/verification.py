@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from compile_callbacks._utils.errors import CompileError, with_code
 from compile_callbacks._utils.messages import describe_failure
 from compile_callbacks.graphs import accuracy
 from compile_callbacks.graphs.accuracy import GRADIENT, GraphComparison, Tensors, not_compared
+from compile_callbacks.graphs.captured_graph import uninitialized_outputs
 from compile_callbacks.graphs.snapshot import Snapshot
 from compile_callbacks.graphs.target_log import CODE_RAISED, TargetLog
 
@@ -101,7 +102,7 @@ class Verification:
             facts = self.facts = _torch.graphs.examine_graph(self.eager, inputs)
             with_gradients = trains and not facts.has_subclasses
             names = [node.name for node in self.eager.graph.find_nodes(op="placeholder")]
-            runs = _Runs(inputs, names, facts, with_gradients, before)
+            runs = _Runs(inputs, names, facts, with_gradients, before, uninitialized_outputs(self.eager))
             runs.check_memory(device)
             expected = runs.run(self.eager.forward)
             # Two sets of gradients may not fit into the memory of a GPU.
@@ -137,6 +138,7 @@ class _Runs:
     facts: _torch.graphs.GraphFacts
     with_gradients: bool
     before: Snapshot
+    uninitialized: Collection[int]  # positions of outputs
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the outputs of the first run
 
     def check_memory(self, device: torch.device, factor: int = 1) -> None:
@@ -158,7 +160,8 @@ class _Runs:
         # In the grad mode of the call: without gradients, no argument requires grad, but the graph may need the mode.
         with _torch.autograd.restored_after_error(), _torch.graphs.computing_in_double(double):
             outputs = function(*arguments)
-            tensors = {f"output {i}": output for i, output in enumerate(outputs) if isinstance(output, torch.Tensor)}
+            initialized = [(i, output) for i, output in enumerate(outputs) if i not in self.uninitialized]
+            tensors = {f"output {i}": output for i, output in initialized if isinstance(output, torch.Tensor)}
             changed = {self.names[position]: arguments[position] for position in sorted(self.facts.written)}
             # Copied before the backward pass, because an activation checkpoint writes to them again.
             copies = {name: tensor.detach().clone() for name, tensor in changed.items()}

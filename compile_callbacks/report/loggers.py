@@ -10,11 +10,11 @@ import logging
 import os
 import sys
 import textwrap
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakValueDictionary
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
@@ -47,7 +47,7 @@ def _add_report(writer: SummaryWriter, report: CompileReport, step: int, texts: 
         writer.add_image(PLOT_TAG, np.asarray(canvas.buffer_rgba()), step, dataformats="HWC")
 
 
-_failed: WeakValueDictionary[int, Logger] = WeakValueDictionary()  # by id, as a logger may be unhashable
+_failed: weakref.WeakValueDictionary[int, Logger] = weakref.WeakValueDictionary()  # by id; some are unhashable
 
 
 @rank_zero_only
@@ -112,13 +112,13 @@ def lightning_package(instance: object, base: str) -> str:
     return "pytorch_lightning" if module.startswith("pytorch_lightning.") else "lightning.pytorch"
 
 
-def print_line(trainer: Trainer, line: str) -> None:
+def print_line(trainer: weakref.ref[Trainer], line: str) -> None:
     """Print a line on rank zero, above an active progress bar or as a log message."""
-    bar = trainer.progress_bar_callback
-    if not trainer.is_global_zero:
+    if (alive := trainer()) is None or not alive.is_global_zero:
         return
+    bar = alive.progress_bar_callback
     if bar is not None and getattr(bar, "is_enabled", False) and sys.stdout.isatty():
         bar.print(line)
     else:
         # Users silence it together with Lightning's messages.
-        logging.getLogger(lightning_package(trainer, "Trainer")).info(line)
+        logging.getLogger(lightning_package(alive, "Trainer")).info(line)

@@ -187,15 +187,17 @@ def residual():
     return nn.Sequential(*(Residual(nn.Sequential(*layer)) for layer in layers), nn.AdaptiveAvgPool2d(1))
 
 
-def with_weight(value):
-    module = plain()
-    module[0].weight.data[0, 0] = value
-    return module
+class Uninitialized(Wrapper):
+    def forward(self, x):
+        out = torch.empty_like(x)
+        torch._dynamo.graph_break()  # the first graph returns what nothing has written yet
+        return self.net(out.copy_(x))
 
 
 SOUND = {
     "casts": (Casts, inputs),
-    "nan": (lambda: with_weight(float("nan")), inputs),
+    "nan": (plain, lambda: inputs().index_fill(0, torch.tensor([0]), math.nan)),
+    "uninitialized": (Uninitialized, inputs),
     "dropout in an activation checkpoint": (lambda: Calls(dropout(), in_checkpoint), inputs),
     "jagged": (plain, lambda: torch.nested.nested_tensor_from_jagged(inputs(5), torch.tensor([0, 2, 5]))),
 }
@@ -212,7 +214,7 @@ def test_sound_modules_are_equal(compiled, name):
     module = compiled(make(), train_mode=RANDOM, verify="raise")
     output = module(x())
     (output.values() if name == "jagged" else output).float().square().mean().backward()
-    assert verified(module) == ("outputs only 1" if name == "jagged" else "equal 1")
+    assert verified(module) == {"jagged": "outputs only 1", "uninitialized": "equal 2"}.get(name, "equal 1")
     assert all(buffer == 1 for name, buffer in module.named_buffers() if name.endswith("num_batches_tracked"))
 
 
@@ -257,14 +259,11 @@ class ReturnsJagged(Wrapper):
         return torch.nested.nested_tensor_from_jagged(self.net(x).relu(), offsets)
 
 
-LENGTHS = torch.tensor([2, 2, 1])
-
-
 @pytest.mark.parametrize("phase", ["train", "infer"])
 def test_wrong_values_of_jagged_outputs_are_found(compiled, phase):
     module = compiled(ReturnsJagged(plain()), passes=[WrongForward(phase)], verify="eager")
     with torch.set_grad_enabled(phase == "train"), pytest.warns(CompileWarning, match="output 0 has a relative error"):
-        output = module(inputs(5), LENGTHS)
+        output = module(inputs(5), torch.tensor([2, 2, 1]))
     assert output.offsets().tolist() == [0, 2, 4, 5]  # the result of the eager run
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import re
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -49,6 +51,10 @@ def test_every_entry_point_in_any_order_compiles_once_a_phase():
     assert copier.answers == [0.0] * 3
     trainer(callback).fit(Classifier(), loader(2))
     assert graphs() == (1, 0)  # another module starts a new report
+    earlier = [weakref.ref(one), weakref.ref(module)]
+    del one, module, copier  # Lightning gives each callback the `log` of the module
+    gc.collect()
+    assert [reference() for reference in earlier] == [None, None]
 
 
 @pytest.mark.parametrize("call", ["validate", "test", "predict"])
