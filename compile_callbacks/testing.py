@@ -22,6 +22,8 @@ from torch import nn
 from typing_extensions import override
 
 from compile_callbacks import _torch
+from compile_callbacks._utils.errors import with_code
+from compile_callbacks._utils.messages import check_type
 from compile_callbacks.callbacks.inductor_compile import InductorCompile
 from compile_callbacks.report.loggers import lightning_package
 
@@ -75,9 +77,15 @@ def assert_same_training(
     names it.
 
     Raises:
+        TypeError: If ``steps`` or ``tolerance`` is no number.
+        ValueError: If ``steps`` is below 1, or ``tolerance`` is not from 0 to 1.
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
             cannot tell; or if torch compiled nothing.
     """
+    check_type("steps", steps, int, "a number of optimizer steps")
+    check_type("tolerance", tolerance, (int, float, type(None)), "a relative error, or None")
+    if steps < 1 or not 0 <= (tolerance or 0) < 1:  # a NaN would call everything equal
+        raise ValueError(with_code("CC205", f"{steps=} must be at least 1, and {tolerance=} at least 0 and below 1"))
     arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
     torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests

@@ -22,18 +22,20 @@ from compile_callbacks._torch.ports import optional
 
 def control_flow() -> tuple[type[Exception], ...]:
     """Return exceptions of Dynamo that pass through a backend without being failures. Most request a graph break."""
-    from torch._dynamo import exc
-
+    exc = torch._dynamo.exc
     return exc.RestartAnalysis, exc.SkipFrame, *exc.exceptions_allowed_to_be_fallback
 
 
-@optional("dynamo settings", lambda: True)
-def validate_arguments(validates: bool) -> bool:
-    """Switch the argument validation of ``torch.distributions``, which breaks graphs, and return whether it was on."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(validates)
+_found_validation = list[bool]()  # by each session that has not ended: only the first finds True; they end in any order
+
+
+@optional("dynamo settings", lambda: None)
+def validate_arguments(*, restores: bool) -> None:
+    """Switch the argument validation of ``torch.distributions`` off, which breaks graphs, or restore it at the end."""
+    if not restores:
+        _found_validation.append(Distribution._validate_args)
+    Distribution.set_default_validate_args(restores and _found_validation.pop())
     torch._dynamo.eval_frame.TorchPatcher.patch.cache_clear()  # lets the user's next torch.compile switch it off
-    return before
 
 
 @contextlib.contextmanager
@@ -283,9 +285,7 @@ class _Conversion:
     """Calls ``around`` for each frame, in the place of Dynamo's ``ConvertFrameAssert``."""
 
     def __init__(self, convert: Any, around: Callable[[Frame], Any], *, fullgraph: bool = True) -> None:
-        self._convert = convert
-        self._around = around
-        self._fullgraph = fullgraph
+        self._convert, self._around, self._fullgraph = convert, around, fullgraph
         self._box = getattr(convert, "_box", None)  # torch reads these attributes
         self._torchdynamo_orig_backend = convert._torchdynamo_orig_backend
 

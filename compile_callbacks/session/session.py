@@ -68,8 +68,7 @@ class Session:
         finds_targets = resolve is not None and arguments.targets is None
         searched = {*PHASES} - arguments.uncompiled if finds_targets else ()
         self._search = TargetSearch(module, self._switch, self._warn, searched=searched, resolve=resolve)
-        self.gpu = StepsOnGpu(module)
-        self.stage = Stage()
+        self.gpu, self.stage = StepsOnGpu(module), Stage()
         self._step: Step | None = None  # the running step, if it is measured
         self._undo: contextlib.ExitStack | None = None  # ends the Trainer run, without references to the module
 
@@ -85,7 +84,8 @@ class Session:
         requests.in_run, requests.failure, requests.takes_trials = in_background, None, conditions.ranks == 1
         if arguments.compiles:
             self._tell(findings.at_begin())
-            undo.callback(_torch.dynamo.validate_arguments, _torch.dynamo.validate_arguments(False))
+            _torch.dynamo.validate_arguments(restores=False)
+            undo.callback(_torch.dynamo.validate_arguments, restores=True)
             if not in_background:  # otherwise, while the helper process compiles, and not in a short run
                 recorder.executions.import_seconds += _torch.inductor.import_inductor()
         if arguments.compiles and settings.cache_dir:
@@ -125,7 +125,7 @@ class Session:
         for run in runs.values():
             run.conditions = run.conditions._replace(of_rank_zero=lambda value: value)  # refers to the trainer
         if keep_compiled and self._arguments.compiles:
-            _torch.dynamo.validate_arguments(False)  # because guards of compiled code check this setting
+            _torch.dynamo.validate_arguments(restores=False)  # because guards of compiled code check this setting
             for phase in [phase for phase, run in runs.items() if run.decision is None]:
                 message = f"keep_compiled leaves the {phase} phase eager, because its Tune has chosen no candidate yet"
                 self._warn.warn("CC204", message, about=(phase, "keep_compiled"))

@@ -136,10 +136,6 @@ def guilty(does) -> Classifier:
     return Classifier(doing(does))
 
 
-def guilty_step() -> Classifier:
-    return CallsInTraining(mlp(), lambda net, x: net(x) + guard(x).sum())
-
-
 SINCE_2_13 = pytest.mark.skipif(
     torch.__version__ < "2.13",
     reason="torch < 2.13 fails while it traces that backward, which is a failure of the compiler",
@@ -151,7 +147,7 @@ SINCE_2_13 = pytest.mark.skipif(
     pytest.param(lambda: guilty(user_kernel), "raise", id="kernel"),
     pytest.param(lambda: guilty(sound_kernel), "eager", id="backward kernel"),
     pytest.param(lambda: guilty(UserFunction.apply), "raise", id="backward of a function", marks=SINCE_2_13),
-    pytest.param(guilty_step, "eager", id="training step"),
+    pytest.param(lambda: CallsInTraining(mlp(), lambda net, x: net(x) + guard(x).sum()), "eager", id="training step"),
 ])  # fmt: skip
 def test_an_error_of_the_users_comes_through_as_it_is(make, on_error):
     module = make()

@@ -19,11 +19,8 @@ pytestmark = [
 ]
 
 
-SEQUENCE = torch.ones(5, 1)
-
-
 def attends(net, x):
-    x = x.unsqueeze(1) * SEQUENCE
+    x = x.unsqueeze(1) * torch.ones(5, 1)
     return net(x, x, x)[0].mean(1)[:, :3]
 
 

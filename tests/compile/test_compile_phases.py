@@ -16,6 +16,7 @@ from torch import nn
 
 from compile_callbacks import CompileWarning, InductorConfig, compile_phases, graph_pass, report_of, restore
 from compile_callbacks.passes import RecordGraphs
+from tests.cases.test_values import validation
 from tests.cases.zoo import blocks
 from tests.support.models import CLASSES, FEATURES, FLOAT32, Wrapper, mlp, seeded
 from tests.support.passes import Uncached
@@ -84,6 +85,14 @@ def test_a_loop_has_two_phases_and_the_results_of_eager(precision, compiles, tol
         twin.load_state_dict(mlp().state_dict())
     restore(compiled[0])  # test_no_trace.py checks that it leaves nothing behind
     assert "_compiled_call_impl" not in vars(compiled[0])
+
+
+def test_the_validation_of_distributions_is_off_until_the_last_module_is_restored():
+    with validation():
+        modules = [compile_phases(mlp()) for _ in range(2)]
+        restore(modules[0])
+        assert not torch.distributions.Distribution._validate_args
+        restore(modules[1])
 
 
 class Database:

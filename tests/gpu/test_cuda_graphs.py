@@ -254,16 +254,11 @@ def test_a_module_that_stays_compiled_trains_in_a_loop_of_the_user():
 
 
 def test_the_memory_of_an_earlier_trainer_is_freed():
-    def one_run():
-        module = seeded(
-            lambda: Classifier(nn.Sequential(nn.Linear(FEATURES, 4096), nn.Tanh(), nn.Linear(4096, CLASSES)))
-        )
-        trainer(InductorCompile(MODE, MODE, baseline_steps=2), accelerator="gpu").fit(module, loader(12, 1024))
-        module.cpu()
-
     sizes = []
     for _ in range(3):
-        one_run()
+        net = nn.Sequential(nn.Linear(FEATURES, 4096), nn.Tanh(), nn.Linear(4096, CLASSES))
+        trainer(InductorCompile(MODE, MODE, baseline_steps=2), accelerator="gpu").fit(Classifier(net), loader(12, 1024))
+        del net
         gc.collect()
         torch.cuda.empty_cache()
         sizes.append(torch.cuda.memory_reserved())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import lightning.pytorch as pl
@@ -136,6 +137,9 @@ def test_chaotic_training_cannot_be_told_and_fails_unless_allowed():
     assert assert_same(Chaotic, rounds, allow_cannot_tell=True) == "cannot tell"
 
 
-def test_a_run_that_compiles_nothing_proves_nothing():
+def test_what_compiles_or_compares_nothing_proves_nothing():
     with pytest.raises(AssertionError, match="torch compiled nothing"):
         assert_same(Classifier, pl.Callback())
+    for wrong in ({"steps": 0}, {"steps": 2.5}, {"tolerance": math.nan}, {"tolerance": "0.1"}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            assert_same(Classifier, **wrong)
