@@ -96,6 +96,7 @@ def export(
     check_type("module", module, nn.Module, "a torch.nn.Module")
     check_type("path", path, (str, os.PathLike), "a path")
     check_choice("verify", verify, get_args(VerifyPackage))
+    check_type("dynamic_batch", dynamic_batch, bool, "True or False")
     config, path = as_compiling_config(mode), Path(path)
     if path.suffix != ".pt2":
         raise ValueError(with_code("CC205", f"path={str(path)!r} must end in '.pt2'"))

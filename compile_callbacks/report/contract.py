@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compile_callbacks._utils.messages import unknown
+from compile_callbacks._utils.messages import check_type, unknown
 from compile_callbacks._utils.phases import EAGER, PHASES
 from compile_callbacks.profiling.comparison import MIN_SAMPLES
 from compile_callbacks.profiling.recompiles import short_reason
@@ -124,7 +124,8 @@ def compare(record: Mapping[str, Any], contract: Mapping[str, Any]) -> tuple[lis
             missing.append(f"the report has no {phase} phase, or no step of it that could run compiled")
             continue
         figures, compiled = _figures(report), _compiled_targets(report)
-        absent = [target for target in allowed.get("targets", ()) if target not in compiled]
+        check_type(f"{phase}.targets", targets := allowed.get("targets", []), list, "a list of names")
+        absent = [target for target in targets if target not in compiled]
         breaches += [(phase, "targets", f"{t} not compiled", "none", _why_not(report, t)) for t in absent]
         for name, (value, reason, best) in figures.items():
             figure, _, kind = name.partition(": ")

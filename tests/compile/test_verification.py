@@ -241,7 +241,6 @@ class Noise(Wrapper):
 
 
 def test_comparing_draws_no_random_numbers(compiled):
-    """The numbers after a run are the same as after a run with `torch.compile`."""
     after = []
     for module in (compiled(Noise()), Noise()):
         if after:

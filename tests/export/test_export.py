@@ -202,6 +202,8 @@ def fixes_batch(x):
 
 
 def test_without_dynamic_batch_a_package_takes_one_batch_size(tmp_path, programs):
+    with pytest.raises(TypeError, match="dynamic_batch='yes' must be True or False"):
+        export(mlp(), (X,), tmp_path / "net.pt2", dynamic_batch="yes")
     run = loaded(calling(fixes_batch), (torch.zeros(4, 1),), tmp_path, dynamic_batch=False)
     torch.testing.assert_close(run(torch.zeros(4, 1)), torch.arange(4.0).reshape(4, 1))
     with pytest.raises(ValueError, match=r"'x' is float32 \(5, 1\) on cpu; the package takes x: float32 \(4, 1\)"):
