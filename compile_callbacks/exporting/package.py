@@ -10,7 +10,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -69,7 +69,7 @@ def export(
             mapping of its fields. A warning names the settings that AOTInductor does not support.
         verify: The reaction if the compiled package differs from eager by more than rounding explains: ``"raise"``
             raises an `ExportError` and writes nothing, and ``"warn"`` warns. ``"off"`` skips the comparison. With
-            ``dynamic_batch``, the compared batches have one more sample than the example, and one sample.
+            ``dynamic_batch``, the compared batch has one more sample than the example.
         dynamic_batch: Whether the batch size may change from call to call. The batch is dimension 0 of the first
             tensor, and of each other tensor whose dimension 0 has the same size.
 
@@ -128,8 +128,6 @@ def export(
         if verify != "off":
             # A package has no guards. torch cannot run those of a tensor in ``**kwargs`` (2.15; no issue).
             compared = _compare(program.module(check_guards=False), temporary, inputs, batches, device)
-            if batches and compared.result == "equal":
-                compared = _compare_one_sample(module, temporary, inputs, batches, device) or compared
             what = "was not compared with" if compared.result == "not compared" else "differs from"
             text = f"package {path} {what} eager: {compared.reason}"
             if compared.result == "differs" and verify == "raise":
@@ -193,44 +191,17 @@ def _compile(program: Any, path: Path, config: InductorConfig, device: torch.dev
         raise ExportError(with_code("CC601", in_one_line(reason, 400))) from error
 
 
-def _one_more(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, tensor[:1]])
-
-
-def _compare_one_sample(
-    module: nn.Module, path: Path, inputs: _Inputs, batches: Sequence[torch.Tensor], device: torch.device
-) -> GraphComparison | None:
-    """Compare a package with the module for one sample. Return the result if they differ.
-
-    torch.export assumes that a dynamic batch has at least two samples, so code such as ``squeeze()`` may do something
-    else for one. The program does not show this.
-    """
-    with contextlib.suppress(Exception):  # the module may need more samples
-        weights = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        twin = copy.deepcopy(module, weights)  # the call may change attributes
-        compared = _compare(twin, path, inputs, batches, device, resize=lambda tensor: tensor[:1])
-        if compared.result == "differs":
-            return replace(compared, reason=f"{compared.reason}, for one sample; dynamic_batch=False exports one size")
-    return None
-
-
 def _compare(
-    eager: nn.Module,
-    path: Path,
-    inputs: _Inputs,
-    batches: Sequence[torch.Tensor],
-    device: torch.device,
-    *,
-    resize: Callable[[torch.Tensor], torch.Tensor] = _one_more,
+    eager: nn.Module, path: Path, inputs: _Inputs, batches: Sequence[torch.Tensor], device: torch.device
 ) -> GraphComparison:
-    """Compare the outputs of a package with those of the program, with a dynamic batch for resized batches."""
+    """Compare the outputs of a package with the outputs of the program, with a dynamic batch for one more sample."""
     package = load_exported(path)
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        return resize(tensor) if any(tensor is batch for batch in batches) else tensor
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor[:1]]) if any(tensor is batch for batch in batches) else tensor
 
     def run(function: Callable[..., Any], convert: Callable[..., Any] = torch.clone) -> dict[str, torch.Tensor]:
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: convert(resized(tensor)), inputs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: convert(longer(tensor)), inputs)
         outputs = tree_leaves(function(*args, **kwargs))
         return {f"output {i}": leaf for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)}
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_callbacks import _torch
 
-_EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+_EMPTY = (torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided, "new_empty", "new_empty_strided")
 _LOCAL = ("", "aten", "prims", "prim", "torchvision", "torchaudio")  # the namespaces of operators in one process
 
 
@@ -35,7 +35,7 @@ def has_unknown_size(graph_module: torch.fx.GraphModule) -> bool:
 def uninitialized_outputs(graph_module: torch.fx.GraphModule) -> frozenset[int]:
     """Return the positions of the outputs that no operator writes, such as of ``torch.empty`` before a graph break."""
     output = graph_module.graph.output_node()
-    empty = [node for node in graph_module.graph.nodes if getattr(node.target, "__name__", node.target) in _EMPTY]
+    empty = [node for node in graph_module.graph.nodes if node.target in _EMPTY]
     return frozenset(
         i
         for i, node in enumerate(output.args[0])  # type: ignore[arg-type]
