@@ -64,7 +64,7 @@ def assert_same_training(
     Args:
         make_module: Makes the LightningModule, once for each run.
         make_dataloader: Makes the training data, or a LightningDataModule, whose validation then runs too.
-        steps: Number of optimizer steps.
+        steps: Number of optimizer steps, or -1 for all epochs of the Trainer.
         callback: The callback to check. ``None`` is ``InductorCompile(baseline_steps=0)``, which compiles all steps. A
             callback of yours runs with its own settings.
         trainer_kwargs: Arguments of the Trainer, for a single process. Each run gets a copy of the callbacks.
@@ -78,14 +78,16 @@ def assert_same_training(
 
     Raises:
         TypeError: If ``steps`` or ``tolerance`` is no number.
-        ValueError: If ``steps`` is below 1, or ``tolerance`` is not from 0 to 1.
+        ValueError: If ``steps`` is neither positive nor -1, or ``tolerance`` is not from 0 to 1.
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
             cannot tell; or if torch compiled nothing.
     """
     check_type("steps", steps, int, "a number of optimizer steps")
     check_type("tolerance", tolerance, (int, float, type(None)), "a relative error, or None")
-    if steps < 1 or not 0 <= (tolerance or 0) < 1:  # a NaN would call everything equal
-        raise ValueError(with_code("CC205", f"{steps=} must be at least 1, and {tolerance=} at least 0 and below 1"))
+    if steps == 0 or steps < -1:
+        raise ValueError(with_code("CC205", f"{steps=} must be at least 1, or -1 for all epochs"))
+    if not 0 <= (tolerance or 0) < 1:  # a NaN would call everything equal
+        raise ValueError(with_code("CC205", f"{tolerance=} must be at least 0 and below 1"))
     arguments = (make_module, make_dataloader), {"max_steps": steps, **(trainer_kwargs or {})}
     eager = _Run().train(*arguments)
     torch.compiler.reset()  # torch counts recompiles for each function, also those of other tests
