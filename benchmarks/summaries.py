@@ -237,7 +237,8 @@ def memory_of_modes(machine: str) -> None:
         '`net.compile(mode="reduce-overhead")`: the first steps run eagerly, and the comparison needs memory. At the '
         f'end, torch held at most {most[fields[1]]} times as much as with `"default"`, and '
         f'{most[f"by hand {fields[1]}"]} times as much as by hand. With `"auto"`, it held up to {most["trials"]} times '
-        f"as much during the trials, and at most {most[f'auto {fields[1]}']} times as much at the end"
+        "as much as with `InductorCompile()` during the trials, and at the end at most "
+        f"{most[f'auto {fields[1]}']} times as much as with the mode that it chose"
     )
 
 
