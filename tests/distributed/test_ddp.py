@@ -10,21 +10,14 @@ import json
 import pytest
 import torch
 
-from tests.support.pairs import Pair, made_once, run_pair
+from tests.support.pairs import pair_of
 from tests.support.processes import run_in_new_process
 
 SAME = ["plain", "different", "find_unused_parameters", "accumulation"]
 ALIKE, OTHER = "equal shapes on one GPU", "50% of the calls of 'net' have other shapes"
 REASONS = {"plain": [ALIKE, ALIKE], "different": [ALIKE, OTHER]}  # for what "fast" becomes on a GPU
 CASES = [*SAME, "failure", "uneven", "tuned"]
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def pair(request, tmp_path_factory, worker_id):
-    """All cases, run once, because starting the processes takes longer than most cases."""
-
-    fill = lambda folder: run_pair("rank_cases.py", folder, request.param, CASES)  # noqa: E731
-    return Pair(made_once(f"ranks_{request.param}", fill, tmp_path_factory, worker_id), request.param)
+pair = pair_of("rank_cases.py", CASES)
 
 
 def assert_equal(result: dict, close: dict[str, float]) -> None:

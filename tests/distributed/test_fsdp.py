@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from compile_callbacks import CompileWarning, InductorBackend, InductorCompile, Tune, compile_phases, export, report_of
 from tests.support.fsdp_ranks import BLOCKS, WIDTH, Blocks, Whole, data, loader, one_device, shard_blocks
 from tests.support.models import FLOAT32
-from tests.support.pairs import Pair, made_once, run_pair
+from tests.support.pairs import pair_of
 
 CASES = ["fits", "predicts", "accumulates_clips_and_thaws", "sharded_as_one", "one_rank_fails"]
 CASES += ["without_a_trainer", "fsdp1_in_a_trainer"]
@@ -29,13 +29,7 @@ ONE_GRAPH = f"net.layers.* ({BLOCKS} blocks, one graph)"
 
 # ------------------------------------------------------------------------------------------ two processes
 
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def pair(request, tmp_path_factory, worker_id):
-    """The results of two processes, which run all cases once: to start them takes longer than most cases do."""
-
-    fill = lambda folder: run_pair("fsdp_ranks.py", folder, request.param, CASES)  # noqa: E731
-    return Pair(made_once(f"fsdp_{request.param}", fill, tmp_path_factory, worker_id), request.param)
+pair = pair_of("fsdp_ranks.py", CASES)
 
 
 def assert_close(apart, close):

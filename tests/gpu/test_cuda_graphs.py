@@ -24,9 +24,7 @@ from tests.support.models import CLASSES, FEATURES, Classifier, Manual, Wrapper,
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings(
-        "ignore:.*(number of training batches|does not have many|Profiler clears events|non-leaf|not a leaf)"
-    ),
+    pytest.mark.filterwarnings("ignore:.*(training batches|not have many|Profiler clears|non-leaf|not a leaf)"),
 ]
 
 MODE, TRIED = "fast", ["reduce-overhead", "default"]
@@ -161,7 +159,6 @@ def recurrent():
 
 MANY = [3 + (7 * i) % 40 for i in range(40)]
 CASES = [
-    Case(name="accumulation", trainer={"accumulate_grad_batches": 2}),
     Case(name="accumulation and clipping", trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     Case(name="manual", make=Manual),
     Case(name="gan", make=Gan),

@@ -263,9 +263,7 @@ def assert_counts_are_torchs(report: CompileReport) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # torch 2.11 of random.random
-@pytest.mark.filterwarnings(
-    "ignore:target .* reached torch's recompile limit"
-)  # torch 2.11 counts both phases together
+@pytest.mark.filterwarnings("ignore:.* reached torch's recompile limit")  # torch 2.11 counts both phases together
 # torch runs a frame whose loop contains a graph break eagerly, and a warning tells that few weights are compiled.
 # In torch 2.15, a lookup in the cache of graphs can raise ``KeyError: '___stack0'``, by hand too: with dynamic shapes,
 # the guards of a cached graph name the inputs of another frame.

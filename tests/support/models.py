@@ -131,10 +131,7 @@ QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
     "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
 }
 
 

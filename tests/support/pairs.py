@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def made_once(name: str, make: Callable[[Path], None], tmp_path_factory, worker_
     return folder
 
 
-def run_pair(script: str, folder: Path, accelerator: str, cases: list[str], seconds: float = 280) -> None:
+def _run_pair(script: str, folder: Path, accelerator: str, cases: list[str], seconds: float = 280) -> None:
     """Run a script of this folder in two processes. What each printed is left in ``printed.RANK``."""
     environment = {"NODE_RANK": "0", "RANK_ACCELERATOR": accelerator}
     environment |= {"NVIDIA_TF32_OVERRIDE": "0"} if accelerator == "gpu" else {}
@@ -111,6 +112,17 @@ def run_cases(folder: Path, cases: Iterable[Callable[[], dict[str, Any]]]) -> No
             break  # the other process is somewhere else by now
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def pair_of(script: str, cases: list[str]) -> Any:
+    """Return a fixture: a `Pair` that runs all cases once, because starting the processes takes longer than a case."""
+
+    @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+    def pair(request, tmp_path_factory, worker_id):
+        fill = lambda folder: _run_pair(script, folder, request.param, cases)  # noqa: E731
+        return Pair(made_once(f"{script}_{request.param}", fill, tmp_path_factory, worker_id), request.param)
+
+    return pair
 
 
 class Pair:
