@@ -49,10 +49,10 @@ class Table:
 
 
 TABLES = {
-    "ddp": Table("ddp.py --batch-sizes 128 --rounds 5 --budget-seconds 200", 230, gpus=2),
+    "ddp": Table("ddp.py --gpus 2 --batch-sizes 128 --rounds 5 --budget-seconds 190", 210, gpus=2),
     "ddp_reduce_overhead": Table(
-        "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 5 --budget-seconds 150",
-        180,
+        "ddp.py --gpus 2 --batch-sizes 128 --mode reduce-overhead --rounds 5 --budget-seconds 190",
+        210,
         gpus=2,
     ),
     "fsdp2": Table("fsdp2.py --steps 18", 90, gpus=2),

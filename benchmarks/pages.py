@@ -116,9 +116,9 @@ the compiled code from torch's cache.""",
     "memory": Table(
         "memory*", partial(print_columns, memory.COLUMNS), "Memory",
         """*Last* means the last five steps, *reserved* is the most that torch's allocator held, and *of default* is the
-peak relative to that of the mode `default`. A row without a model is of a model like GPT-2. The workloads with models
-ran three at a time on each of two GPUs. This changes their times, and what `"auto"` chose, but not the memory of a
-mode.""",
+peak relative to that of the mode `default`. A row without a model is of a model like GPT-2, whose 40 steps are too few
+for `"auto"` to compile. The workloads with models ran three at a time on each of two GPUs. This changes their times,
+and what `"auto"` chose, but not the memory of a mode.""",
     ),
     "warm_start": Table(
         "warm_start*", partial(print_columns, warm_start.COLUMNS), "Warm start",
