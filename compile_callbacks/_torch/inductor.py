@@ -188,12 +188,16 @@ def end_failed_warmup(device_index: int) -> None:
 
 
 @optional("CUDA graphs", lambda: lambda: None)
-def begin_marks() -> Callable[[], None]:
+def begin_marks() -> Callable[[], None] | None:
     """Begin to mark the steps of CUDA graphs, and return a function that ends this.
+
+    Before `import_inductor`, return ``None``: there are no CUDA graphs, and the import would lengthen a step.
 
     Workaround (until `torch.compiler` can end what ``cudagraph_mark_step_begin`` begins; no issue): after a mark, torch
     waits for the next one, and records a CUDA graph in each step of a later loop without marks (2.11 to 2.15).
     """
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return None
     from torch._inductor.cudagraph_trees import MarkStepBox
 
     if MarkStepBox.mark_step_counter:  # the user or an outer run marks steps

@@ -125,7 +125,8 @@ def load(artifact: bytes, options: Mapping[str, Any]) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
-    with config.patch({name: value for name, value in options.items() if name.startswith("triton.cudagraph")}):
+    needed = {name: value for name, value in options.items() if name.startswith("triton.cudagraph")}
+    with config.patch({**needed, "compile_threads": 1}):  # otherwise, torch starts processes that compile kernels
         compiled: Callable[..., Any] = AOTCompiledArtifact.deserialize(artifact).inner_fn.compiled_fn
         return compiled
 

@@ -34,7 +34,8 @@ class StepsOnGpu:
         if variant.config is not None and variant.config.uses_cudagraphs:
             # These marks belong to the process, so they also end the steps of the user's own CUDA graphs.
             self._end_marks = self._end_marks or _torch.inductor.begin_marks()
-            torch.compiler.cudagraph_mark_step_begin()
+            if self._end_marks is not None:
+                torch.compiler.cudagraph_mark_step_begin()
         # Another callback of the trainer may have changed the setting already.
         is_separate = torch.autograd.is_multithreading_enabled()
         if phase == "train" and variant.config is not None and self._uses_one_thread and is_separate:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.standalone_compile import AOTCompiledArtifact
 
 from compile_callbacks import CompileWarning, GraphPass, InductorCompile, _torch
 from compile_callbacks.background.helper import Helper
@@ -42,6 +43,12 @@ def test_training_goes_on_and_switches_when_all_graphs_are_loaded(tmp_path, monk
     monkeypatch.setattr(SUBPROCESS, subprocess)
     monkeypatch.chdir(tmp_path)
     Path("queue.py").write_text("raise ValueError")
+    load, processes = AOTCompiledArtifact.deserialize, []
+    count = lambda data: processes.append(torch._inductor.config.compile_threads) or load(data)  # noqa: E731
+    monkeypatch.setattr(AOTCompiledArtifact, "deserialize", count)
+    with monkeypatch.context() as before_the_import:  # which must not be a part of the step with the capture
+        before_the_import.delitem(sys.modules, "torch._inductor.compile_fx")
+        assert _torch.inductor.begin_marks() is None
     make, data = lambda: seeded(lambda: Classifier(breaking())), batches_of(4, 5, 6, 7, 4, 5, 6, 7)
     callback = InductorCompile(background=True)
     module = run(callback, compiled_steps(12), make(), data=data, accumulate_grad_batches=4)
@@ -55,6 +62,7 @@ def test_training_goes_on_and_switches_when_all_graphs_are_loaded(tmp_path, monk
     assert report.background_seconds > 0
     assert report.compile_seconds > details.load_seconds > 0
     assert details.waiting_step_ms > 0
+    assert set(processes) == {1}  # a load starts none for Triton
     assert callback.report.infer.verdict in ("still compiling", "too few samples", "faster", "slower", "no difference")
 
 
