@@ -132,9 +132,9 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
             for address in [address for address, (storage, _) in values.items() if storage.expired()]:
                 del values[address]
             for tensor in tensors_in(outputs):
-                if storage_of(tensor) not in values:
+                if (address := storage_of(tensor)) not in values and address not in of_inputs:
                     sizes.append(bytes_of(tensor))
-                    values[storage_of(tensor)] = StorageWeakRef(tensor.untyped_storage()), sizes[-1]
+                    values[address] = StorageWeakRef(tensor.untyped_storage()), sizes[-1]
             live_bytes.append(sum(size for _, size in values.values()))
             return outputs
 
@@ -151,7 +151,7 @@ def examine_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> 
     # With the shape environment, numbers that a graph reads from tensors become symbols instead of errors.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     fakes = [mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value for value in inputs]
-    values = {storage_of(fake): (StorageWeakRef(fake.untyped_storage()), 0) for fake in tensors_in(fakes)}
+    of_inputs, values = set(map(storage_of, tensors_in(fakes))), dict[int, tuple[StorageWeakRef, int]]()
     try:
         with mode, Examination():  # type: ignore[no-untyped-call]
             outputs = graph_module.forward(*fakes)
