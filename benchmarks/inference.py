@@ -45,6 +45,7 @@ WAYS = {
     "eager": "predict, eager",
     "default": "predict, net.compile()",
     "reduce-overhead": 'predict, net.compile(mode="reduce-overhead")',
+    "empty callback": 'predict, net.compile(mode="reduce-overhead"), empty callback',
     "bare": "predict, InductorCompile()",
     "auto": 'predict, InductorCompile("auto")',
     "frozen by hand": f"predict, by hand, {FROZEN}",
@@ -95,8 +96,8 @@ class Way:
         self.module, self.steps = Stays(net), 0
         self.call: Any = net.eval()
         self.callback = InductorCompile(None, MODES[way]) if way in MODES else None
-        if way in ("default", "reduce-overhead"):
-            net.compile(mode=None if way == "default" else way)
+        if way in ("default", "reduce-overhead", "empty callback"):
+            net.compile(mode="default" if way == "default" else "reduce-overhead")
         if way in BY_HAND:
             net.compile(options={"triton.cudagraphs": args.device == "cuda", "freezing": True})
         if way == "backend":
@@ -136,7 +137,8 @@ class Way:
                     torch.compiler.cudagraph_mark_step_begin()
                     self.call(self.inputs)
         else:
-            callbacks = [block] if self.callback is None else [block, self.callback]
+            callbacks = [block, *([pl.Callback()] if self.way == "empty callback" else [])]
+            callbacks += [self.callback] if self.callback is not None else []
             with contextlib.suppress(Done):
                 make_trainer(self.device, *callbacks).predict(self.module, self.batches, return_predictions=False)
         return (block.marks[1] - block.marks[0]) / steps * 1000
