@@ -97,7 +97,7 @@ class Way:
         self.call: Any = net.eval()
         self.callback = InductorCompile(None, MODES[way]) if way in MODES else None
         if way in ("default", "reduce-overhead", "empty callback"):
-            net.compile(mode="default" if way == "default" else "reduce-overhead")
+            net.compile(mode=None if way == "default" else "reduce-overhead")
         if way in BY_HAND:
             net.compile(options={"triton.cudagraphs": args.device == "cuda", "freezing": True})
         if way == "backend":

@@ -78,7 +78,7 @@ def assert_same_training(
 
     Raises:
         TypeError: If ``steps`` or ``tolerance`` is no number.
-        ValueError: If ``steps`` is neither positive nor -1, or ``tolerance`` is not from 0 to 1.
+        ValueError: If ``steps`` is neither positive nor -1, or ``tolerance`` is negative, 1 or larger.
         AssertionError: If the runs differ, with the first step, the value and the relative error; if the function
             cannot tell; or if torch compiled nothing.
     """

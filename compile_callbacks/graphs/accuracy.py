@@ -150,7 +150,7 @@ def _errors(reference: torch.Tensor, result: torch.Tensor, eager: torch.Tensor) 
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     tensors = [tensor.flatten().split(_CHUNK) for tensor in (reference, result, eager)]
     for chunks in zip(*tensors, strict=True) if result.numel() else ():
-        # A graph has hundreds of small tensors, and each operation takes 10 µs of CPU time.
+        # With hundreds of small tensors on a GPU, the time depends on the number of these operations.
         r, x = (chunk.to(device).double() for chunk in chunks[:2])
         is_finite = counts = r.isfinite()
         if eager is not reference:

@@ -159,6 +159,7 @@ def recurrent():
 
 MANY = [3 + (7 * i) % 40 for i in range(40)]
 CASES = [
+    Case(name="accumulation", trainer={"accumulate_grad_batches": 2}),
     Case(name="accumulation and clipping", trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     Case(name="manual", make=Manual),
     Case(name="gan", make=Gan),
