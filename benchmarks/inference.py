@@ -2,7 +2,8 @@
 
 A block is a `Trainer.predict` of some steps, or a loop without a Trainer, timed after its first steps. Blocks of all
 ways alternate, in both orders, and a speedup is the median ratio of the blocks of one round. On a GPU, everything runs
-in bf16 autocast. A loop runs in one context of autocast, which keeps its casts of weights for the next call.
+in bf16 autocast. A loop runs in one context of autocast, which keeps its casts of weights for the next call. The module
+of a `Trainer.predict` is in train mode before each block, as after an ordinary run.
 
 python benchmarks/inference.py [--model resnet50] [--batch-sizes 1 128] [--rounds 10] [--ways eager bare ...]
 """
@@ -139,6 +140,9 @@ class Way:
         else:
             callbacks = [block, *([pl.Callback()] if self.way == "empty callback" else [])]
             callbacks += [self.callback] if self.callback is not None else []
+            # Lightning restores this mode after a run, but not after the exception that ends a block. Without it, torch
+            # 2.11 would check code by hand faster than in later runs of a user.
+            self.module.train()
             with contextlib.suppress(Done):
                 make_trainer(self.device, *callbacks).predict(self.module, self.batches, return_predictions=False)
         return (block.marks[1] - block.marks[0]) / steps * 1000
