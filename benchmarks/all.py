@@ -60,7 +60,7 @@ TABLES = {
         f"duel_{model}_{size}": Table(f"duels.py --model {model} --batch-size {size}{more}", 130)
         for (model, size), more in ROWS.items()
     },
-    "inference": Table("inference.py", 370),
+    "inference": Table("inference.py", 330),
     "background_resnet50_16": Table(f"{BACKGROUND} --model resnet50 --batch-size 16 --mode reduce-overhead", 200),
     "background_resnet50_128": Table(f"{BACKGROUND} --model resnet50 --batch-size 128 --mode default", 200),
     # A model that `default` makes slower.

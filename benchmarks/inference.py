@@ -46,7 +46,6 @@ WAYS = {
     "eager": "predict, eager",
     "default": "predict, net.compile()",
     "reduce-overhead": 'predict, net.compile(mode="reduce-overhead")',
-    "empty callback": 'predict, net.compile(mode="reduce-overhead"), empty callback',
     "bare": "predict, InductorCompile()",
     "auto": 'predict, InductorCompile("auto")',
     "frozen by hand": f"predict, by hand, {FROZEN}",
@@ -97,8 +96,8 @@ class Way:
         self.module, self.steps = Stays(net), 0
         self.call: Any = net.eval()
         self.callback = InductorCompile(None, MODES[way]) if way in MODES else None
-        if way in ("default", "reduce-overhead", "empty callback"):
-            net.compile(mode=None if way == "default" else "reduce-overhead")
+        if way in ("default", "reduce-overhead"):
+            net.compile(mode=None if way == "default" else way)
         if way in BY_HAND:
             net.compile(options={"triton.cudagraphs": args.device == "cuda", "freezing": True})
         if way == "backend":
@@ -138,10 +137,9 @@ class Way:
                     torch.compiler.cudagraph_mark_step_begin()
                     self.call(self.inputs)
         else:
-            callbacks = [block, *([pl.Callback()] if self.way == "empty callback" else [])]
-            callbacks += [self.callback] if self.callback is not None else []
-            # Lightning restores this mode after a run, but not after the exception that ends a block. Without it, torch
-            # 2.11 would check code by hand faster than in later runs of a user.
+            callbacks = [block] if self.callback is None else [block, self.callback]
+            # Lightning restores this mode after a run, but not after the exception that ends a block. The change of the
+            # mode makes torch 2.11 check modules in full from then on, in code by hand, too.
             self.module.train()
             with contextlib.suppress(Done):
                 make_trainer(self.device, *callbacks).predict(self.module, self.batches, return_predictions=False)

@@ -79,7 +79,7 @@ pass and fused optimizer, in a loop without a Trainer.""",
         """The ways of a batch size run in one process, in alternating blocks. *Over eager* is the median of the ratios
 of the blocks of one round. *Frozen* weights are constants of the compiled code. A *loop* calls the network without a
 Trainer, in one context of autocast. A step of `trainer.predict` includes the work of Lightning and of the callback for
-each batch. An *empty callback* is a Lightning callback without hooks.""",
+each batch.""",
     ),
     "background": Table(
         "background_*", show_background, "Compiling in the background",
