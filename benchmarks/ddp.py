@@ -1,18 +1,17 @@
-"""ResNet-50 training in Lightning on one GPU and on several under DDP: step times and throughput.
+"""ResNet-50 training in Lightning under DDP on several GPUs: step times and throughput.
 
-The ways, each with one and with several GPUs:
+The ways:
 
 - eager: not compiled;
 - by hand: `module.net.compile(mode=MODE)`; Dynamo splits the graphs at DDP's buckets, so that DDP reduces gradients
   while the remaining backward graphs run;
 - ours: `InductorCompile(MODE)` keeps graphs whole; DDP reduces the gradients after the backward pass.
 
-The largest number of GPUs repeats the ways in turn with the first batch size, as often as --rounds says, without a way
-that failed. Processes stay alive from row to row. Every process has the same batch on its device in each step. Times
-are medians of blocks of steps, synchronized at both ends, in the second half of the timed steps.
-"speedup_over_one_gpu" is the ratio of images per second to the same way on one GPU.
+The ways run in turn, as often as --rounds says, without a way that failed. Processes stay alive from row to row. Every
+process has the same batch on its device in each step. Times are medians of blocks of steps, synchronized at both ends,
+in the second half of the timed steps.
 
-python benchmarks/ddp.py [--gpus 1 2] [--batch-sizes 256 1024 128 512] [--mode default] [--json FILE]
+python benchmarks/ddp.py [--gpus 2] [--batch-sizes 128] [--rounds 5] [--mode default] [--json FILE]
 python benchmarks/ddp.py --device cpu --model resnet18 --batch-sizes 2 --image-size 32 --steps 4 --block 1
 """
 
@@ -46,21 +45,18 @@ from compile_callbacks.report.file import environment
 EAGER, BY_HAND, OURS = WAYS = ("eager", "by hand", "ours")
 COLUMNS = {
     "batch_size": "{}", "gpus": "{}", "way": "{}", "mode": "{}", "round": "{}", "step_ms": "{:.2f}",
-    "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "speedup_over_one_gpu": "{:.2f}x", "graphs": "{}",
+    "spread_ms": "{:.2f}", "images_per_second": "{:.0f}", "graphs": "{}",
 }  # fmt: skip
 
 
 def jobs(args: argparse.Namespace) -> list[Row]:
-    """The rows to measure, the most important ones first."""
-    found: list[Row] = []
-    for batch_size in args.batch_sizes:
-        works = [{"gpus": gpus, "batch_size": batch_size} for gpus in args.gpus]
-        found += [{**work, "way": way, "round": 1} for work in works for way in args.ways]
-        if batch_size == args.batch_sizes[0] and works[-1]["gpus"] > 1:
-            found += [{**works[-1], "way": way, "round": n} for n in range(2, args.rounds + 1) for way in args.ways]
-    for job in found:
-        job["mode"] = "" if job["way"] == EAGER else args.mode
-    return found
+    """The rows to measure."""
+    return [
+        {"gpus": args.gpus, "batch_size": size, "way": way, "mode": "" if way == EAGER else args.mode, "round": number}
+        for size in args.batch_sizes
+        for number in range(1, args.rounds + 1)
+        for way in args.ways
+    ]
 
 
 # ------------------------------------------------------------------------------------------ in a rank
@@ -125,16 +121,16 @@ def write(path: Path, content: Any) -> None:
 
 
 class RankProcesses:
-    """The processes for one number of GPUs, which measure one job after the other."""
+    """The processes, one for each GPU, which measure one job after the other."""
 
-    def __init__(self, gpus: int, folder: Path, args: argparse.Namespace) -> None:
-        self.folder, self.gpus, self.args = folder, gpus, args
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.folder, self.args = folder, args
         self.process: subprocess.Popen[bytes] | None = None
         self.sent = 0
 
     def start(self) -> None:
         self.inbox = Path(tempfile.mkdtemp(dir=self.folder))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.args.gpus)]
         sender = ["--serve", str(self.inbox), "--sender", str(os.getpid())]
         command = [sys.executable, *torchrun, __file__, *sys.argv[1:], *sender]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -145,7 +141,7 @@ class RankProcesses:
         if self.process is None:
             self.start()
         write(self.inbox / f"job_{self.sent}.json", job)
-        written = [self.inbox / f"row_{self.sent}.{rank}.json" for rank in range(self.gpus)]
+        written = [self.inbox / f"row_{self.sent}.{rank}.json" for rank in range(self.args.gpus)]
         self.sent += 1
         deadline, failure = time.monotonic() + self.args.row_seconds, None
         while not all(path.exists() for path in written) and failure is None:
@@ -176,40 +172,31 @@ class RankProcesses:
 def rows_of(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     """Measure all jobs; start no further one when the time is used up."""
     started = time.monotonic()
-    ranks = {gpus: RankProcesses(gpus, folder, args) for gpus in args.gpus}
-    failed = set[tuple[int, int, str]]()
+    processes = RankProcesses(folder, args)
+    failed = set[tuple[int, str]]()
     try:
         for job in jobs(args):
-            key = job["gpus"], job["batch_size"], job["way"]
-            if job["round"] > 1 and key in failed:
+            key = job["batch_size"], job["way"]
+            if key in failed:
                 continue
             if args.budget_seconds is not None and time.monotonic() - started > args.budget_seconds:
                 say(f"not measured, the time is used up: {job}")
                 continue
-            row = ranks[job["gpus"]].measure(job)
+            row = processes.measure(job)
             if "failure" in row:
                 failed.add(key)
             yield row
     finally:
-        for group in ranks.values():
-            group.end()
-
-
-def compare(rows: list[Row]) -> None:
-    """Compare the throughput of each row with the same way on one GPU."""
-    one_gpu = {(r["batch_size"], r["way"]): r.get("images_per_second") for r in rows if r["gpus"] == 1}
-    for row in rows:
-        one = one_gpu.get((row["batch_size"], row["way"])) if row["gpus"] > 1 else None
-        row["speedup_over_one_gpu"] = row["images_per_second"] / one if one and row.get("images_per_second") else None
+        processes.end()
 
 
 def main() -> None:
     parser = parser_for(__doc__)
     add = parser.add_argument
-    add("--gpus", type=int, nargs="+", default=[1, 2])
-    add("--batch-sizes", type=int, nargs="+", default=[256, 1024, 128, 512], help="of each process")
+    add("--gpus", type=int, default=2, help="number of processes, each on its own GPU")
+    add("--batch-sizes", type=int, nargs="+", default=[128], help="of each process")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    add("--rounds", type=int, default=1, help="of each way, with the first batch size and all GPUs")
+    add("--rounds", type=int, default=1, help="of each way")
     add("--model", default="resnet50")
     add("--mode", default="default")
     add("--image-size", type=int, default=224)
@@ -229,7 +216,6 @@ def main() -> None:
         for row in rows_of(args, Path(folder)):
             found = row.pop("environment", None)
             rows.append(row)
-            compare(rows)
             say(str({name: value for name, value in row.items() if name != "block_ms"}))
             save(args.json, f"{args.model} under DDP, mode {args.mode}", rows, found)
     print_columns(COLUMNS, rows)

@@ -94,8 +94,7 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
             found = [find(rows, PREDICTING[way], batch_size=size) for way in ("eager", *ways)]
             yield f"resnet50, inference, batch {size}", mode, *found  # type: ignore[misc]
     for file, mode in DDP.items():
-        rows = [row for row in rows_of(f"{machine}/{file}") if row["gpus"] == 2]
-        rows = [row for row in rows if row.get("step_ms")]
+        rows = [row for row in rows_of(f"{machine}/{file}") if row.get("step_ms")]
         for size in in_order(rows, lambda row: row["batch_size"]):
             name = f"resnet50, training, DDP on two GPUs, batch {size} each"
             yield name, mode, *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))  # type: ignore[misc]
@@ -208,14 +207,14 @@ def predict_of_eager(machine: str) -> None:
     print(joined(parts))
 
 
-def predict_at_batch_1(machine: str) -> None:
+def predict_by_hand(machine: str) -> None:
     """Steps of `trainer.predict` with this library and by hand, with weights as inputs and with frozen weights."""
-    found = [
-        f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms"
-        for name, _, _, hand, ours in comparisons(machine)
-        if name.endswith("inference, batch 1")
-    ]
-    print(f"a step took {found[0]}, and with frozen weights {found[1]}")
+    found = defaultdict[int, list[str]](list)
+    for name, _, _, hand, ours in comparisons(machine):
+        if "inference" in name:
+            found[ours["batch_size"]].append(f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms")
+    sizes = [f"{normal} at batch {size}, with frozen weights {frozen}" for size, (normal, frozen) in found.items()]
+    print(f"a step took {'; '.join(sizes)}")
 
 
 def memory_of_modes(machine: str) -> None:
@@ -342,11 +341,14 @@ def of_by_hand(machine: str) -> None:
 
 
 def whole_graphs(machine: str) -> None:
-    """Whole graphs against split graphs, at the batch size with several rounds."""
-    rows = rows_of(f"{machine}/ddp")
-    size = rows[0]["batch_size"]
-    whole, split = (rounds([row for row in rows if row["gpus"] == 2], way, size) for way in ("ours", "by hand"))
-    print(f"a step with {size} images on each GPU took {whole['step_ms']:.0f} ms instead of {split['step_ms']:.0f} ms")
+    """Whole graphs against split graphs under DDP."""
+    parts = []
+    for file, mode in DDP.items():
+        rows = rows_of(f"{machine}/{file}")
+        whole, split = (rounds(rows, way, rows[0]["batch_size"]) for way in ("ours", "by hand"))
+        step = f"{whole['step_ms']:.1f} ms instead of {split['step_ms']:.1f} ms"
+        parts.append(f"{step} in mode `{mode}`, {speedup(split, whole)}")
+    print(f"a step with {rows[0]['batch_size']} images on each GPU took {', and '.join(parts)}")
 
 
 def memory_peaks(machine: str) -> None:
@@ -367,7 +369,7 @@ def warm_seconds(machine: str) -> None:
 
 
 SUMMARIES = [
-    answer, means, training, slower, whole_steps, no_gain, fastest, predict_of_eager, predict_at_batch_1, tiny_overhead,
+    answer, means, training, slower, whole_steps, no_gain, fastest, predict_of_eager, predict_by_hand, tiny_overhead,
     memory_of_modes, cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, meanwhile,
     behind_eager, first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip
