@@ -9,7 +9,7 @@ The ways:
 
 The ways run in turn, as often as --rounds says, without a way that failed. Processes stay alive from row to row. Every
 process has the same batch on its device in each step. Times are medians of blocks of steps, synchronized at both ends,
-in the second half of the timed steps.
+in the second half of the steps.
 
 python benchmarks/ddp.py [--gpus 2] [--batch-sizes 128] [--rounds 5] [--mode default] [--json FILE]
 python benchmarks/ddp.py --device cpu --model resnet18 --batch-sizes 2 --image-size 32 --steps 4 --block 1
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -73,7 +74,7 @@ def train(job: Row, args: argparse.Namespace) -> Row:
         callbacks = [ours, *callbacks]  # type: ignore[list-item]
     elif job["way"] == BY_HAND:
         module.net.compile(mode=args.mode)
-    strategy = DDPStrategy(gradient_as_bucket_view=True) if job["gpus"] > 1 else "auto"
+    strategy = DDPStrategy(gradient_as_bucket_view=True)
     trainer = make_trainer(args.device, *callbacks, devices=job["gpus"], strategy=strategy)
     trainer.fit(module, loader([(images, labels)], args.steps))
     timed = clock.block_ms
@@ -88,6 +89,7 @@ def train(job: Row, args: argparse.Namespace) -> Row:
 
 def serve(args: argparse.Namespace) -> None:
     """Measure jobs as they arrive in the folder, until the process that sends them ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the rank ends with torchrun, also within a step
     warnings.simplefilter("ignore")
     torch.set_float32_matmul_precision("high")
     if args.device == "cuda":
@@ -200,7 +202,7 @@ def main() -> None:
     add("--model", default="resnet50")
     add("--mode", default="default")
     add("--image-size", type=int, default=224)
-    add("--steps", type=int, default=60, help="the second half of them is timed")
+    add("--steps", type=int, default=60, help="the median is that of the second half")
     add("--block", type=int, default=5, help="steps that are timed together; divides --steps")
     add("--row-seconds", type=float, default=120.0, help="a row that takes longer fails")
     add("--budget-seconds", type=float, help="start no further row after that time")

@@ -131,7 +131,7 @@ are all runs, in lists of the ranks.""",
         "ddp*", partial(print_columns, ddp.COLUMNS), "ResNet-50 under DDP",
         """NCCL connects the GPUs of one machine. *Batch size* is the number of images for each GPU. *By hand* is
 `net.compile(mode=...)`, whose graphs Dynamo splits at DDP's buckets, and *ours* keeps graphs whole. *Round* counts the
-repetitions of the ways, in turn.""",
+repetitions of the ways, in turn. The rows of the second command follow those of the first one.""",
     ),
     "fsdp2": Table(
         "fsdp2", partial(print_columns, fsdp2.COLUMNS), "A billion parameters under FSDP2",

@@ -82,7 +82,8 @@ def speedup(before: Row, after: Row) -> str:
 
 def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
     """The median of all rounds of a way under DDP, with the rounds as blocks; an empty row without rounds."""
-    of_rounds = [row["step_ms"] for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
+    of_way = [row for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
+    of_rounds = [row["step_ms"] for row in of_way if row.get("step_ms")]  # a failed row has none
     return {"step_ms": statistics.median(of_rounds), "block_ms": of_rounds} if of_rounds else {}
 
 
@@ -197,24 +198,17 @@ def fastest(machine: str) -> None:
     )
 
 
-def predict_of_eager(machine: str) -> None:
-    """The time of `InductorCompile()` in `trainer.predict`, relative to eager."""
-    parts = [
-        f"{1 / compare_pairs(eager, ours)['speedup']:.0%} at {name.rpartition(', ')[2]}"
-        for name, mode, eager, _, ours in comparisons(machine)
-        if mode == next(iter(INFERENCE))
+def predict(machine: str) -> None:
+    """The step times and speedups of `trainer.predict`, with weights as inputs and with frozen weights."""
+    lines = [
+        [f"{name.rpartition(', ')[2]}{', frozen weights' if 'frozen' in mode else ''}"]
+        + [ms(row["step_ms"]) for row in (eager, hand, ours)]
+        + [times(compare_pairs(eager, ours)["speedup"]), with_interval(compare_pairs(hand, ours))]
+        for name, mode, eager, hand, ours in comparisons(machine)
+        if mode in INFERENCE
     ]
-    print(joined(parts))
-
-
-def predict_by_hand(machine: str) -> None:
-    """Steps of `trainer.predict` with this library and by hand, with weights as inputs and with frozen weights."""
-    found = defaultdict[int, list[str]](list)
-    for name, _, _, hand, ours in comparisons(machine):
-        if "inference" in name:
-            found[ours["batch_size"]].append(f"{ours['step_ms']:.2f} ms instead of {hand['step_ms']:.2f} ms")
-    sizes = [f"{normal} at batch {size}, with frozen weights {frozen}" for size, (normal, frozen) in found.items()]
-    print(f"a step took {'; '.join(sizes)}")
+    head = ["workload", "eager ms", "by hand, reduce-overhead ms", "`InductorCompile()` ms", "over eager"]
+    print_table([*head, "over reduce-overhead"], lines)
 
 
 def memory_of_modes(machine: str) -> None:
@@ -342,13 +336,15 @@ def of_by_hand(machine: str) -> None:
 
 def whole_graphs(machine: str) -> None:
     """Whole graphs against split graphs under DDP."""
-    parts = []
+    parts, clear = [], 0
     for file, mode in DDP.items():
         rows = rows_of(f"{machine}/{file}")
         whole, split = (rounds(rows, way, rows[0]["batch_size"]) for way in ("ours", "by hand"))
-        step = f"{whole['step_ms']:.1f} ms instead of {split['step_ms']:.1f} ms"
-        parts.append(f"{step} in mode `{mode}`, {speedup(split, whole)}")
-    print(f"a step with {rows[0]['batch_size']} images on each GPU took {', and '.join(parts)}")
+        if whole and split:
+            step = f"{whole['step_ms']:.1f} ms instead of {split['step_ms']:.1f} ms in mode `{mode}`"
+            parts.append(f"{step}, {speedup(split, whole)}")
+            clear += bool(compare_pairs(split, whole)["faster"])
+    print(f"{', and '.join(parts)}. They were clearly faster in {clear or 'none'} of {len(parts)} modes")
 
 
 def memory_peaks(machine: str) -> None:
@@ -369,7 +365,7 @@ def warm_seconds(machine: str) -> None:
 
 
 SUMMARIES = [
-    answer, means, training, slower, whole_steps, no_gain, fastest, predict_of_eager, predict_by_hand, tiny_overhead,
+    answer, means, training, slower, whole_steps, no_gain, fastest, predict, tiny_overhead,
     memory_of_modes, cost_of_comparison, same_code, fsdp2_step, whole_graphs, longest_step, longest_steps, meanwhile,
     behind_eager, first_compile, chart_origin, of_by_hand, memory_peaks, warm_seconds, wrong_gradients,
 ]  # fmt: skip

@@ -145,6 +145,9 @@ class CudaGraph:
     Users keep predictions, validation outputs and logged values for longer than a step. Without a copy, torch raises
     ``accessing tensor output of CUDAGraphs that has been overwritten`` when they read such a tensor later. An output
     that is an input or a view of an input is not copied.
+
+    Copies take CPU time. When torch 2.14 is the oldest, test its option ``triton.cudagraph_trees_generation_cloning``,
+    which copies only the outputs that are still alive when the next step begins.
     """
 
     compiled: Callable[..., Any]
