@@ -82,8 +82,7 @@ def speedup(before: Row, after: Row) -> str:
 
 def rounds(rows: list[Row], way: str, batch_size: int) -> Row:
     """The median of all rounds of a way under DDP, with the rounds as blocks; an empty row without rounds."""
-    of_way = [row for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
-    of_rounds = [row["step_ms"] for row in of_way if row.get("step_ms")]  # a failed row has none
+    of_rounds = [row["step_ms"] for row in rows if (row["way"], row["batch_size"]) == (way, batch_size)]
     return {"step_ms": statistics.median(of_rounds), "block_ms": of_rounds} if of_rounds else {}
 
 
@@ -95,7 +94,7 @@ def comparisons(machine: str) -> Iterator[tuple[str, str, Row, Row, Row]]:
             found = [find(rows, PREDICTING[way], batch_size=size) for way in ("eager", *ways)]
             yield f"resnet50, inference, batch {size}", mode, *found  # type: ignore[misc]
     for file, mode in DDP.items():
-        rows = [row for row in rows_of(f"{machine}/{file}") if row.get("step_ms")]
+        rows = [row for row in rows_of(f"{machine}/{file}") if row.get("step_ms")]  # a failed row has none
         for size in in_order(rows, lambda row: row["batch_size"]):
             name = f"resnet50, training, DDP on two GPUs, batch {size} each"
             yield name, mode, *(rounds(rows, way, size) for way in ("eager", "by hand", "ours"))  # type: ignore[misc]
@@ -207,7 +206,7 @@ def predict(machine: str) -> None:
         for name, mode, eager, hand, ours in comparisons(machine)
         if mode in INFERENCE
     ]
-    head = ["workload", "eager ms", "by hand, reduce-overhead ms", "`InductorCompile()` ms", "over eager"]
+    head = ["workload", "eager ms", "by hand, reduce-overhead ms", "`InductorCompile` ms", "over eager"]
     print_table([*head, "over reduce-overhead"], lines)
 
 
@@ -337,10 +336,8 @@ def of_by_hand(machine: str) -> None:
 def whole_graphs(machine: str) -> None:
     """Whole graphs against split graphs under DDP."""
     parts, clear = [], 0
-    for file, mode in DDP.items():
-        rows = rows_of(f"{machine}/{file}")
-        whole, split = (rounds(rows, way, rows[0]["batch_size"]) for way in ("ours", "by hand"))
-        if whole and split:
+    for name, mode, _, split, whole in comparisons(machine):
+        if "DDP" in name and split and whole:
             step = f"{whole['step_ms']:.1f} ms instead of {split['step_ms']:.1f} ms in mode `{mode}`"
             parts.append(f"{step}, {speedup(split, whole)}")
             clear += bool(compare_pairs(split, whole)["faster"])
